@@ -1,0 +1,1 @@
+"""What tests share: the leak check, processes that start fast, brokers and workers."""

@@ -1,0 +1,138 @@
+"""Who is who: names, ranks and sessions of the members that this agent has met.
+
+Resolve is subscribe: a name is asked for once, and from then on control tells the fate
+of the session that it stood for.  So a cached entry is right until its fate comes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from broker import messages
+
+from . import errors
+from .service import RequestFailed, Service
+from .worker_info import Member, WorkerInfo
+
+
+class Directory:
+    """The members that an agent knows; thread-safe."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._lock = threading.Lock()
+        self._by_name: dict[str, Member] = {}
+        self._by_rank: dict[int, Member] = {}
+        self._by_session: dict[int, Member] = {}
+
+    def add(self, member: Member) -> Member:
+        """Remember a member."""
+        with self._lock:
+            self._by_name[member.name] = member
+            self._by_rank[member.info.id] = member
+            self._by_session[member.session] = member
+        return member
+
+    def remove(self, session: int) -> Member | None:
+        """Forget a session whose fate has come."""
+        with self._lock:
+            member = self._by_session.pop(session, None)
+            if member is not None:
+                if self._by_name.get(member.name) is member:
+                    del self._by_name[member.name]
+                if self._by_rank.get(member.info.id) is member:
+                    del self._by_rank[member.info.id]
+            return member
+
+    def by_session(self, session: int) -> Member | None:
+        """The member of that session, if it is known."""
+        return self._by_session.get(session)
+
+    def require(self, session: int, name: str) -> Member:
+        """The member of that session, asked for if need be.
+
+        Raises:
+            WorkerLostError: it is gone.
+        """
+        found = self._by_session.get(session)
+        if found is not None:
+            return found
+        try:
+            values = self._service.request(
+                lambda number: messages.Resolve(number, session=session), 10.0, f"find worker {name!r}"
+            )
+        except RequestFailed as failure:
+            raise errors.worker_lost(name, None, str(failure), "no") from None
+        return self.add(Member.from_map(values))
+
+    def resolve(self, to: Any, timeout: float | None, function: str | None = None) -> Member:
+        """Find whom ``to`` means: a name, a rank, a :class:`WorkerInfo`, or a callable that returns one.
+
+        Raises:
+            UnknownWorkerError: nobody of that name or rank is there; the text lists who is.
+            ValueError: ``to`` is nothing of this kind.
+        """
+        if isinstance(to, Member):
+            return to
+        if isinstance(to, str):
+            found = self._by_name.get(to)
+        elif isinstance(to, int) and not isinstance(to, bool):
+            found = self._by_rank.get(to)
+        elif isinstance(to, WorkerInfo):
+            to = to.name
+            found = self._by_name.get(to)
+        elif hasattr(to, "name") and hasattr(to, "id"):
+            to = to.name
+            found = self._by_name.get(to)
+        elif callable(to):
+            return self.resolve(to(), timeout, function)
+        else:
+            raise ValueError(
+                f"Cannot get WorkerInfo from name {to!r}: `to` is a worker's name (str), its rank "
+                f"(int), a WorkerInfo, or something callable that returns one, not {type(to).__name__}."
+            )
+        if found is not None:
+            return found
+        what = f"resolve worker {to!r}"
+        try:
+            if isinstance(to, str):
+                name = to
+                values = self._service.request(
+                    lambda number: messages.Resolve(number, worker=name), timeout, what
+                )
+            else:
+                rank = to
+                if rank < 0:
+                    raise errors.unknown_worker(rank, self.names(timeout), function=function)
+                values = self._service.request(
+                    lambda number: messages.Resolve(number, rank=rank), timeout, what
+                )
+        except RequestFailed as failure:
+            error = errors.unknown_worker(to, failure.names, function=function)
+            if failure.code != "unknown" or "lost" in str(failure):
+                error.add_note(str(failure)) if hasattr(error, "add_note") else None
+            raise error from None
+        return self.add(Member.from_map(values))
+
+    def introduce(self, session: int, done: Callable[[Member | None], None]) -> None:
+        """Ask control who ``session`` is; ``done`` runs on the service thread, None if it is gone."""
+        known = self._by_session.get(session)
+        if known is not None:
+            done(known)
+            return
+
+        def answered(values: Any, error: Exception | None) -> None:
+            done(None if error is not None else self.add(Member.from_map(values)))
+
+        self._service.ask(lambda number: messages.Resolve(number, session=session), answered)
+
+    def members(self, timeout: float | None) -> list[Member]:
+        """All members of the job, by rank."""
+        values = self._service.request(messages.ListMembers, timeout, "list the members")
+        return sorted((Member.from_map(value) for value in values), key=lambda m: m.info.id)
+
+    def names(self, timeout: float | None) -> list[str]:
+        """The names of all members."""
+        return [member.name for member in self.members(timeout)]
