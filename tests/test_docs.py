@@ -167,9 +167,7 @@ def test_the_examples_of_the_api_page_run_and_give_what_it_says(tmp_path: Path) 
         for name in ("w1", "w2"):
             wait_for_text("is ready", tmp_path / f"{name}.log")
         program = stack.enter_context(
-            running(
-                [sys.executable, "example.py"], tmp_path, "example.log", ZRPC_BROKER=address
-            )
+            running([sys.executable, "example.py"], tmp_path, "example.log", ZRPC_BROKER=address)
         )
         finish(program, tmp_path, "example.log")
 
@@ -184,7 +182,11 @@ def test_the_script_of_the_torch_page_runs_with_and_without_a_broker_given(tmp_p
         ranks = [
             stack.enter_context(
                 running(
-                    [sys.executable, "train.py"], tmp_path, f"{rank}.log", RANK=str(rank), **variables
+                    [sys.executable, "train.py"],
+                    tmp_path,
+                    f"{rank}.log",
+                    RANK=str(rank),
+                    **variables,
                 )
             )
             for rank in range(2)
@@ -213,7 +215,9 @@ def test_the_api_page_has_every_public_name_and_option() -> None:
     text = (DOCS / "api.md").read_text()
     missing = [name for name in rpc.__all__ if f"`{name}" not in text and f".{name}" not in text]
     missing += [
-        name.lstrip("_") for name in vars(rpc.RpcBackendOptions()) if f"`{name.lstrip('_')}`" not in text
+        name.lstrip("_")
+        for name in vars(rpc.RpcBackendOptions())
+        if f"`{name.lstrip('_')}`" not in text
     ]
     missing += [
         f"RRef.{name}" for name in vars(rpc.RRef) if name[0] != "_" and f"`{name}" not in text

@@ -711,7 +711,7 @@ class Agent:
             served.cancelled = True
             served.assembly = None
             if served.on_cancel is not None:
-                self.pool.submit(served.on_cancel)
+                served.on_cancel()
 
     def session_ended(self, fate: messages.Fate) -> None:
         """A session that we watch is lost, has left or was replaced."""
@@ -724,6 +724,8 @@ class Agent:
                 pair.lost = errors.worker_lost(name, None, reason)
                 for served in pair.served.values():
                     served.cancelled = True
+                    if served.on_cancel is not None:
+                        served.on_cancel()
                 pair.served.clear()
                 pair.outbox.clear()
                 pair.streams.clear()

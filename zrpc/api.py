@@ -118,6 +118,7 @@ def _start_agent(name: str, options: RpcBackendOptions, rank: int, world_size: i
     if meeting.broker is not None:
         # From here on: if joining takes long, the broker must be looked after already.
         membership.on_started(meeting.broker.watch)
+        membership.before_goodbye = meeting.broker.stop_watching
     try:
         membership.join(options.effective_init_timeout())
     except BaseException:
@@ -177,8 +178,6 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 def _stop_agent(agent: Agent, graceful: bool, timeout: float | None) -> None:
     meeting = _meetings.pop(agent, None)
     try:
-        if meeting is not None and meeting.broker is not None:
-            agent.membership.before_goodbye = meeting.broker.stop_watching
         agent.membership.leave(graceful, timeout)
     finally:
         if current._current is agent:

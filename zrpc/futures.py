@@ -33,6 +33,7 @@ from . import errors
 T = TypeVar("T")
 S = TypeVar("S")
 _Base = torch.futures.Future
+_Native: Any = torch._C.Future
 Executor = Callable[[Callable[[], Any]], Any]
 
 
@@ -102,10 +103,10 @@ class Future(_Base, Generic[T]):  # type: ignore[type-arg]
             waiter.release()
         if callbacks:
             self._run(callbacks)
-        if state == 1:
-            super().set_result(result)
-        else:
-            super().set_exception(result)
+        # Straight to the C++ class: torch's set_exception calls set_result, which is ours.
+        if state == 2:
+            _Native._set_unwrap_func(self, _raise)
+        _Native.set_result(self, result)
 
     def _run(self, callbacks: list[Callable[[Future[T]], Any]]) -> None:
         for callback in callbacks:
@@ -268,6 +269,10 @@ class Future(_Base, Generic[T]):  # type: ignore[type-arg]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError("Can not pickle torch.futures.Future")
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 class _Waker:

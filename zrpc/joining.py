@@ -262,6 +262,7 @@ class Membership:
                 self._welcome = message
                 self._welcomed.set()
         elif isinstance(message, messages.Refused):
+            self._let_broker_end()
             self._refused = message
             self._welcomed.set()
             if self._started.is_set():
@@ -273,6 +274,7 @@ class Membership:
         elif isinstance(message, messages.Started):
             self._started.set()
         elif isinstance(message, messages.StartFailed):
+            self._let_broker_end()
             self._start_failed = message.text
             self._started.set()
         elif isinstance(message, messages.Ping):
@@ -281,6 +283,7 @@ class Membership:
             if not self._leaving:
                 self.agent.service.post(self._hello(resume=True))
         elif isinstance(message, messages.Farewell):
+            self._let_broker_end()
             self._farewell.set()
             if not self._leaving:
                 text = message.text or "it ended the session"
@@ -290,6 +293,10 @@ class Membership:
                         "Start it again (`zrpc broker`), then call init_rpc again."
                     )
                 )
+
+    def _let_broker_end(self) -> None:
+        if self.before_goodbye is not None:
+            self.before_goodbye()
 
     def wake(self, now: float, moment: float | None) -> float | None:
         """Service thread, each pass: report, and see whether the broker is there."""
@@ -388,8 +395,7 @@ class Membership:
             except BaseException as error:
                 problem = error
         self._leaving = True
-        if self.before_goodbye is not None:
-            self.before_goodbye()
+        self._let_broker_end()
         if agent.ended is None:
             agent.channel.set_linger(1000 if graceful else 0)
             agent.service.post(messages.Goodbye("shutdown" if problem is None else str(problem)[:200]))
@@ -429,6 +435,7 @@ class Membership:
             return
         self._closed = True
         self._leaving = True
+        self._let_broker_end()
         agent = self.agent
         if agent.service is not None:
             with_error = agent.ended or errors.not_initialized("This worker has been shut down.")

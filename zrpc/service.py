@@ -227,13 +227,14 @@ class Service:
                 self._sleeping_until = 0.0
                 if self._reader.fileno() in events:
                     self._drain_wakes()
+                # Control first: it may say why a watched process is about to end.
+                if control in events:
+                    self._receive_all()
                 for descriptor in list(self._extra):
                     if descriptor in events:
                         poller.unregister(descriptor)
                         registered.discard(descriptor)
                         self._guard(self._extra.pop(descriptor))
-                if control in events:
-                    self._receive_all()
         except zmq.ContextTerminated:
             pass
         except zmq.ZMQError as error:

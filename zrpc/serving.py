@@ -247,6 +247,7 @@ class Handler:
             return
         agent = self.agent
         agent.async_started(self)
+        self.served.on_cancel = lambda: agent.async_ended(self)
 
         def completed(done: Any) -> None:
             agent.async_ended(self)

@@ -30,9 +30,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import Generic, TypeVar
-
-Key = TypeVar("Key", bound=Hashable)
 
 #: Bits of a digit: 64 slots a level.
 _BITS = 6
@@ -41,7 +38,7 @@ _MASK = (1 << _BITS) - 1
 _FARTHEST = 1 << 52
 
 
-class TimingWheel(Generic[Key]):
+class TimingWheel:
     """Timers by key, each with a deadline.
 
     Args:
@@ -75,17 +72,17 @@ class TimingWheel(Generic[Key]):
         self._origin = now
         self._tick = tick
         self._current = 0
-        self._ticks: dict[Key, int] = {}
+        self._ticks: dict[Hashable, int] = {}
         # Level by level: which slots hold something (a bit each), and the slots.
         self._filled: list[int] = []
-        self._slots: list[list[dict[Key, None]]] = []
+        self._slots: list[list[dict[Hashable, None]]] = []
 
     @property
     def tick(self) -> float:
         """The resolution, in seconds."""
         return self._tick
 
-    def add(self, key: Key, deadline: float) -> None:
+    def add(self, key: Hashable, deadline: float) -> None:
         """Start a timer; one that runs under ``key`` already moves to the new deadline.
 
         Args:
@@ -120,7 +117,7 @@ class TimingWheel(Generic[Key]):
         ticks[key] = tick
         self._place(key, tick)
 
-    def _place(self, key: Key, tick: int) -> None:
+    def _place(self, key: Hashable, tick: int) -> None:
         level = ((tick ^ self._current) | 1).bit_length() - 1
         level //= _BITS
         digit = (tick >> (level * _BITS)) & _MASK
@@ -133,7 +130,7 @@ class TimingWheel(Generic[Key]):
             self._slots[level][digit][key] = None
         self._filled[level] |= 1 << digit
 
-    def cancel(self, key: Key) -> bool:
+    def cancel(self, key: Hashable) -> bool:
         """Stop a timer: O(1), and nothing of it stays behind.
 
         Returns:
@@ -153,7 +150,7 @@ class TimingWheel(Generic[Key]):
             self._filled[level] &= ~(1 << digit)
         return True
 
-    def advance(self, now: float) -> list[Key]:
+    def advance(self, now: float) -> list[Hashable]:
         """Move to ``now`` and return the keys that have become due.
 
         They come in the order of their ticks, those of one tick in the order in which
@@ -161,7 +158,7 @@ class TimingWheel(Generic[Key]):
         one counts as that.
         """
         target = max(self._current, self._reached(now))
-        due: list[Key] = []
+        due: list[Hashable] = []
         while self._ticks:
             level, digit, start = self._next_slot()
             if start > target:
@@ -191,7 +188,7 @@ class TimingWheel(Generic[Key]):
             return None
         return self._origin + self._next_slot()[2] * self._tick
 
-    def deadline_of(self, key: Key) -> float:
+    def deadline_of(self, key: Hashable) -> float:
         """The moment, in seconds, at which ``key`` becomes due: its deadline, rounded up to a tick.
 
         Raises:

@@ -90,8 +90,8 @@ def test_leaks_unwaited_child():
 
 def test_leaks_grandchild():
     # Its parent ends, so it is no descendant any more; seen by its mark with the module.
-    subprocess.run(["sh", "-c", f"{sys.executable} -c 'import time; time.sleep(600)' leaked-orphan &"],
-                   stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    code = "import time; time.sleep(600)"
+    subprocess.run(["sh", "-c", f"exec >/dev/null 2>&1; {sys.executable} -c '{code}' leaked-orphan &"],
                    start_new_session=True)
 
 def test_leaks_segment():

@@ -96,9 +96,7 @@ class LeakCheck:
         """End what can be ended; then fail, or (where the test has failed anyway) only tell."""
         if not leaks:
             return
-        text = f"{who} left behind, {self.grace:g} s after its end:\n" + "\n".join(
-            f"  {leak}" for leak in leaks
-        )
+        text = f"{who} left behind:\n" + "\n".join(f"  {leak}" for leak in leaks)
         for leak in leaks:
             if isinstance(leak, Process | Segment):
                 leak.end()
@@ -181,7 +179,10 @@ def _leaks_of_test(request: pytest.FixtureRequest, _leaks_of_module: None) -> It
         kinds = (Process, Segment)
     failed = request.node.stash.get(_failed, False)
     leaks = check.leaks(
-        check.test, kinds=kinds, in_module=True, grace=min(check.grace, 0.5) if failed else check.grace
+        check.test,
+        kinds=kinds,
+        in_module=True,
+        grace=min(check.grace, 0.5) if failed else check.grace,
     )
     # Told once is enough: the module is not blamed for it again.
     check.module |= set(leaks)

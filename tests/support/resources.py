@@ -133,7 +133,20 @@ def holdings(*, marked: bool = False) -> Holdings:
     processes = _descendants()
     if marked:
         processes |= _marked_processes()
-    return Holdings(processes, _threads(), _descriptors(), _segments())
+    return Holdings(
+        processes - _kept, _threads() - _kept, _descriptors() - _kept, _segments() - _kept
+    )
+
+
+@contextlib.contextmanager
+def made_for_the_run() -> Iterator[None]:
+    """What is made in this block is no test's: from then on it does not count as held."""
+    before = holdings().all()
+    yield
+    _kept.update(holdings().all() - before)
+
+
+_kept: set[Resource] = set()
 
 
 def start_singletons() -> None:
@@ -208,9 +221,11 @@ def _has_children() -> bool:
 
 def _resource_tracker() -> int | None:
     """The process by which multiprocessing watches over shared memory, to our end."""
-    module = sys.modules.get("multiprocessing.resource_tracker")
-    tracker = getattr(module, "_resource_tracker", None)
-    return getattr(tracker, "_pid", None)
+    return getattr(_tracker(), "_pid", None)
+
+
+def _tracker() -> object:
+    return getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
 
 
 def _marked_processes() -> set[Process]:
@@ -261,7 +276,9 @@ def _descriptors() -> set[Descriptor]:
             # One of them is that of this listing, gone by now.
             with contextlib.suppress(FileNotFoundError):
                 found.add(Descriptor(int(name), os.readlink(f"/proc/self/fd/{name}")))
-    tracker = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
+    tracker = getattr(
+        sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None
+    )
     number = getattr(tracker, "_fd", None)
     return {descriptor for descriptor in found if descriptor.number != number}
 

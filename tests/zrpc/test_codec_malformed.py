@@ -162,11 +162,15 @@ def test_damaged_bytes(number: int) -> None:
 
 
 EVIL = [
-    0, 1, -1, 2, 3, 7, 64, 255, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63), 2**64 - 1, True, None, 0.5,
-    "", "O", "float32", "qint8", "quint4x2", "V99999999", "f4,f4", "sparse_bsr", "strided", b"", b"x",
-    [], [0], [1, 2], {}, {"a": 1},
-    *(msgpack.ExtType(code, data) for code in (2, 5, 6, 7, 9, 10, 32, 99) for data in (b"", b"\0" * 4)),
-]  # fmt: skip
+    *(0, 1, -1, 2, 3, 7, 64, 255, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63), 2**64 - 1),
+    *(True, None, 0.5, b"", b"x", [], [0], [1, 2], {}, {"a": 1}),
+    *("", "O", "float32", "qint8", "quint4x2", "V99999999", "f4,f4", "sparse_bsr", "strided"),
+    *(
+        msgpack.ExtType(code, data)
+        for code in (2, 5, 6, 7, 9, 10, 32, 99)
+        for data in (b"", bytes(4))
+    ),
+]
 
 
 def altered(value: Any, chance: random.Random) -> Any:
@@ -282,7 +286,7 @@ def test_sparse_indices_beyond_the_shape_are_refused() -> None:
         [0, 0, "int64", 0, 0, 2, 1],
         [2, 0, 0, 1, 3],
     ]
-    with pytest.raises(codec.DecodeError, match="size is inconsistent|out of bounds|indices"):
+    with pytest.raises(codec.DecodeError, match=r"indices|size"):
         codec.decode(table([memory], forms), [])
     forms[2] = [3, 0, "sparse_csr", 1, 1, 1, 1, 3]
     with pytest.raises(codec.DecodeError):
@@ -335,7 +339,7 @@ def test_claims_allocate_nothing() -> None:
     size = 300_000
     claim = b"\xdd" + (size - 10).to_bytes(4, "big")
     body = (claim * 500).ljust(size, b"\xc0")
-    # A string, a map, an extension and a nested tensor of one part named again and again.
+    # One part named again and again; memory that is there once and many times in the shape.
     repeated = table(
         [bytes(4000)], [[0, 0, "float32", 0, 0, 1000, 1], [4, 0, "float32", *[0] * 60_000]]
     )

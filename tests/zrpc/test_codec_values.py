@@ -252,7 +252,7 @@ def test_arrays_come_back_writable_without_a_pickle(array: np.ndarray) -> None:
     assert_same(got, array)
     assert got.dtype.isalignedstruct == array.dtype.isalignedstruct
     assert_same(sent([array, (array,)], allow_pickle=False), [array, (array,)])
-    assert_same(sent(Point(0, [array])), Point(0, [array])) if array.size == 1 else None
+    assert_same(sent(Point(0, [array])).y[0], array)
 
 
 def test_arrays_keep_fortran_order() -> None:
@@ -518,8 +518,6 @@ def test_an_object_that_cannot_be_opened_is_a_decode_error() -> None:
 
 
 def test_pickles_are_refused_before_they_are_opened() -> None:
-    opened: list[int] = []
-
     class Spy:
         def __reduce__(self) -> Any:
             return exec, ("raise SystemExit",)
@@ -527,7 +525,6 @@ def test_pickles_are_refused_before_they_are_opened() -> None:
     encoded = codec.encode([Spy()])
     with pytest.raises(codec.PickleRefusedError, match="allow_pickle=False"):
         codec.decode(encoded.body, encoded.buffers, allow_pickle=False)
-    assert not opened
 
 
 # ------------------------------------------------------------------------------- references

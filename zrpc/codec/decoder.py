@@ -86,6 +86,11 @@ class Decoder:
             raise DecodeError("The message has a mark in a place where none can be.")
         return value
 
+    def close(self) -> None:
+        """Let go of what refers back: received memory must not wait for the garbage collector."""
+        self._unpickler = None
+        self.agent_error = None
+
     def _list(self, items: list[Any]) -> Any:
         if items and type(items[0]) is _Mark:
             self._marks -= 1
@@ -241,10 +246,12 @@ class Decoder:
         return torch.device(data.decode())
 
     def _numpy_str(self, data: bytes) -> np.str_:
-        return np.str_(data.decode("utf-8", "surrogatepass"))
+        text: np.str_ = np.str_(data.decode("utf-8", "surrogatepass"))
+        return text
 
     def _numpy_bytes(self, data: bytes) -> np.bytes_:
-        return np.bytes_(data)
+        content: np.bytes_ = np.bytes_(data)
+        return content
 
     # ------------------------------------------------------- lists with a mark
 
@@ -387,3 +394,5 @@ def decode(
             raise
         # msgpack, NumPy and torch each have errors of their own for malformed input.
         raise DecodeError(f"The message cannot be read: {type(error).__name__}: {error}") from error
+    finally:
+        decoder.close()

@@ -133,6 +133,8 @@ class Encoder:
             segments = plan(forms.storages, self.buffers) if forms.storages else []
             table = _pack([segments, forms.forms, self._pickles])
             prepared = [ExtType(wire.TABLE, table), prepared]
+        # It refers to us: the sender's memory must not wait for the garbage collector.
+        self._pickler = None
         body = _pack(prepared)
         if len(body) > wire.LARGEST_BODY:
             self.buffers.append(body)

@@ -77,7 +77,7 @@ def _children(value: Any) -> Iterator[tuple[Any, str]]:
 def _short(key: Any) -> str:
     try:
         text = repr(key)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         # The text of an error must not fail for a key's own repr.
         text = f"<{type_name(key)} whose repr raised {type(error).__name__}>"
     return text if len(text) <= 60 else text[:57] + "..."
@@ -119,7 +119,7 @@ def _attributes(value: Any) -> Iterator[tuple[Any, str]]:
 def _can_be_pickled(value: Any) -> bool:
     try:
         cloudpickle.dumps(value)
-    except Exception:  # noqa: BLE001
+    except Exception:
         # Whatever its own code raises is the answer.
         return False
     return True

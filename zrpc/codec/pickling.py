@@ -25,7 +25,7 @@ from torch.storage import TypedStorage
 
 from .arrays import travels_as_bytes
 from .tensors import extra_attributes, is_jagged
-from .wire import CPU, OUT_OF_BAND, Unsendable
+from .wire import CPU, OUT_OF_BAND, Buffer, Unsendable
 
 if TYPE_CHECKING:
     from .decoder import Decoder
@@ -115,13 +115,29 @@ class _Sink:
         self.write = self.chunks.append
 
 
-class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _OutOfBand:
+    """Takes the buffers of pickled values.  (A method of the pickler's would make a cycle.)"""
+
+    def __init__(self, buffers: list[Buffer]) -> None:
+        self._buffers = buffers
+        self.numbers: list[int] = []
+
+    def __call__(self, buffer: Any) -> bool:
+        view = buffer.raw()
+        if view.nbytes < OUT_OF_BAND:
+            return True
+        self._buffers.append(view)
+        self.numbers.append(len(self._buffers) - 1)
+        return False
+
+
+class Pickler(cloudpickle.Pickler):
     """Pickles the values of one message that need it."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._sink = _Sink()
         self._encoder = encoder
-        self._buffers: list[int] = []
+        self._out_of_band = _OutOfBand(encoder.buffers)
         super().__init__(self._sink, protocol=5, buffer_callback=self._out_of_band)
         if encoder.main_by_value and "__mp_main__" in sys.modules:
             # cloudpickle knows by itself only of __main__ that others cannot import it.
@@ -130,17 +146,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def pickle(self, value: Any) -> tuple[bytes, list[int]]:
         """Pickle one value; returns the pickle and the numbers of the buffers that it uses."""
         self._sink.chunks.clear()
-        self._buffers = []
+        self._out_of_band.numbers = []
         self.dump(value)
-        return b"".join(self._sink.chunks), self._buffers
-
-    def _out_of_band(self, buffer: Any) -> bool:
-        view = buffer.raw()
-        if view.nbytes < OUT_OF_BAND:
-            return True
-        self._encoder.buffers.append(view)
-        self._buffers.append(len(self._encoder.buffers) - 1)
-        return False
+        return b"".join(self._sink.chunks), self._out_of_band.numbers
 
     def reducer_override(self, obj: Any) -> Any:
         """Called for everything that pickle has no opcode for."""
@@ -200,7 +208,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if (
             kind.__reduce_ex__ not in _TORCHS_OWN
             or kind.__reduce__ is not torch.Tensor.__reduce__
-            or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+            or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         ):
             return NotImplemented
         with torch._C.DisableTorchFunctionSubclass():

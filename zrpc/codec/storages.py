@@ -15,11 +15,20 @@ share no element and count as overlapping: telling them apart is not worth what 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from .wire import ALIGNMENT, CPU, OUT_OF_BAND, Buffer
+
+#: A dtype to copy elements as, by their size (bytes).
+_INTEGERS: Final = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
 
 
 class View:
@@ -108,8 +117,10 @@ def _add_compact(view: View, segments: list[bytes | int], buffers: list[Buffer])
         source = torch._neg_view(source)
     if source.is_conj():
         source = source.conj()
-    tensor = torch.empty(source.shape, dtype=source.dtype, device=CPU)
-    tensor.copy_(source)
+    # As integers: torch copies not every dtype, and some copies change a NaN.
+    integers = _INTEGERS[source.element_size()]
+    tensor = torch.empty(source.shape, dtype=integers, device=CPU)
+    tensor.copy_(source.view(integers))
     view.form[1] = len(segments)
     view.form[4] = 0
     view.form[5 + tensor.dim() :] = tensor.stride()

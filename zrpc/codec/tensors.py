@@ -64,7 +64,7 @@ _BUFFER_ATTRIBUTES: Final = {"persistent", "_is_buffer"}
 
 
 def extra_attributes(tensor: torch.Tensor) -> dict[str, Any] | None:
-    """What somebody has set on a tensor, which only a pickle can carry; None in nearly all cases."""
+    """What was set on a tensor, which only a pickle can carry; None in nearly all cases."""
     attributes = tensor.__dict__
     if not attributes or attributes.keys() == _BUFFER_ATTRIBUTES:
         return None

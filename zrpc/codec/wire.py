@@ -46,7 +46,7 @@ DEEPEST: Final = 400
 #: Segments start at a multiple of this (bytes), the largest alignment that a dtype asks for.
 ALIGNMENT: Final = 16
 
-#: Named wherever a tensor is made, since ``torch.set_default_device`` changes what is meant without.
+#: Named wherever a tensor is made: ``torch.set_default_device`` changes what is meant without.
 CPU: Final = torch.device("cpu")
 
 # Atoms.
