@@ -200,6 +200,7 @@ class Membership:
         agent.pool.start()
         pause, limit = 0.001, time.monotonic() + 10.0
         while not agent.channel.send_echoes():
+            self._check_start()
             if time.monotonic() > (limit if end is None else min(limit, end)):
                 raise errors.BrokerLostError(
                     f"init_rpc of worker {agent.name!r}: the broker at {self.endpoint} answers, but its "
@@ -236,10 +237,16 @@ class Membership:
                 logger.warning(
                     "worker %r still waits for %s", self.agent.name, self._missing("rank {}")
                 )
+        self._check_start()
+
+    def _check_start(self) -> None:
+        """Raise what makes joining pointless."""
         if self._start_failed is not None:
             raise RuntimeError(
                 f"init_rpc of worker {self.agent.name!r} (rank {self.rank}): {self._start_failed}"
             )
+        if self.agent.ended is not None:
+            raise self.agent.ended
 
     def _missing(self, form: str, key: str = "") -> str:
         try:
