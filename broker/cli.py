@@ -71,10 +71,18 @@ def fail(text: str, code: int) -> None:
 
 
 @zrpc.command()
-@click.option("--bind", default=DEFAULT_ADDRESS, show_default=True, help="Where to listen; port 0 for any.")
+@click.option(
+    "--bind", default=DEFAULT_ADDRESS, show_default=True, help="Where to listen; port 0 for any."
+)
 @click.option("--data-port", default=0, help="Port for data; default the next one, or any.")
-@click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the address there once listening.")
-@click.option("--grace", default=10.0, show_default=True, help="Seconds that a worker may be unreachable.")
+@click.option(
+    "--ready-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the address there once listening.",
+)
+@click.option(
+    "--grace", default=10.0, show_default=True, help="Seconds that a worker may be unreachable."
+)
 @click.option("--verbose", is_flag=True, help="Log who comes and goes.")
 @click.option("--ready-fd", type=int, hidden=True)
 @click.option("--watch-pid", default=0, hidden=True)
@@ -105,7 +113,9 @@ def broker(
     try:
         address = parse_address(bind)
         if address.job:
-            raise AddressError(f"{bind!r} names a job; a broker serves all jobs, workers name theirs.")
+            raise AddressError(
+                f"{bind!r} names a job; a broker serves all jobs, workers name theirs."
+            )
         server = Broker(
             address, data_port=data_port, watch_pid=watch_pid, idle_exit=idle_exit, grace=grace
         )
@@ -149,7 +159,12 @@ def _announce(endpoint: str, is_loopback: bool) -> None:
 
 
 @zrpc.command()
-@click.option("--broker", "url", default=None, help="The broker's address; default ZRPC_BROKER, else " + DEFAULT_ADDRESS)
+@click.option(
+    "--broker",
+    "url",
+    default=None,
+    help="The broker's address; default ZRPC_BROKER, else " + DEFAULT_ADDRESS,
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the whole status document.")
 @click.option("--timeout", default=3.0, show_default=True, help="Seconds to wait for the answer.")
 def status(url: str | None, as_json: bool, timeout: float) -> None:

@@ -36,6 +36,7 @@ from .protocol import PROTOCOL_MAXIMUM, PROTOCOL_MINIMUM
 _NAME = re.compile(r"^[A-Za-z0-9\-_:]{1,127}$")
 #: Seconds that the holder of a name has to answer before another may take it.
 NAME_CHECK = 1.0
+_LEFT = "has left"
 #: Sessions whose end is remembered.
 REMEMBERED = 1000
 #: Names that an error text lists.
@@ -137,6 +138,7 @@ class Job:
     by_name: dict[str, Member] = field(default_factory=dict)
     by_rank: dict[int, Member] = field(default_factory=dict)
     started: bool = False
+    joined: int = 0  # sessions that it ever had
     gathers: Gathers = field(default_factory=Gathers)
     ended: OrderedDict[str, str] = field(default_factory=OrderedDict)
 
@@ -183,8 +185,10 @@ class Membership:
     def hello(self, connection: bytes, hello: messages.Hello, now: float) -> list[Action]:
         """A worker asks to become a member."""
         if hello.resume:
-            return self._done(self._resume(connection, hello, now))
-        return self._done(self._join(connection, hello, now))
+            self._resume(connection, hello, now)
+        else:
+            self._join(connection, hello, now)
+        return self._done()
 
     def _refuse(self, connection: bytes, hello: messages.Hello, code: str, text: str) -> None:
         self._send(connection, messages.Refused(code, text))
@@ -299,13 +303,20 @@ class Membership:
             while rank in job.by_rank:
                 rank += 1
         member = Member(
-            session, connection, hello, rank, [self._new_id() for _ in self.ports], self._new_id(), now
+            session,
+            connection,
+            hello,
+            rank,
+            [self._new_id() for _ in self.ports],
+            self._new_id(),
+            now,
         )
         self._enter(job, member)
         return member
 
     def _enter(self, job: Job, member: Member) -> None:
         self.ever_joined += 1
+        job.joined += 1
         job.by_name[member.name] = member
         job.by_rank[member.rank] = member
         job.ended.pop(member.name, None)
@@ -337,7 +348,8 @@ class Membership:
         if member is not None:
             if member.rx != hello.resume_rx or member.tx != hello.resume_tx:
                 self._send(
-                    connection, messages.Refused("identity", "this session belongs to another worker.")
+                    connection,
+                    messages.Refused("identity", "this session belongs to another worker."),
                 )
                 return
             self.by_connection.pop(member.connection, None)
@@ -350,7 +362,9 @@ class Membership:
             fate = self._fates[hello.resume]
             self._send(
                 connection,
-                messages.Refused("lost", f"this session was ended: {fate.reason}. Call init_rpc again."),
+                messages.Refused(
+                    "lost", f"this session was ended: {fate.reason}. Call init_rpc again."
+                ),
             )
             return
         problem = self._problem(hello)
@@ -370,7 +384,7 @@ class Membership:
                     "lost",
                     problem[1]
                     if problem
-                    else f"the session of worker {hello.worker!r} cannot be taken up again. Call init_rpc again.",
+                    else f"the session of worker {hello.worker!r} cannot be taken up. Call init_rpc again.",
                 ),
             )
             return
@@ -434,6 +448,8 @@ class Membership:
         ordered = [*near, *(name for name in names if name not in near)]
         text = f"could not find destination {wanted} in job {job.name!r}"
         ended = job.ended.get(request.worker)
+        if ended is not None and ended != _LEFT:
+            return messages.Failure(request.request, "lost", ended, ordered[:NAMES_SHOWN])
         if ended is not None:
             text += f"; it was here and {ended}"
         return messages.Failure(request.request, "unknown", text, ordered[:NAMES_SHOWN])
@@ -450,7 +466,8 @@ class Membership:
         if other is None or other.hello.job != member.hello.job:
             fate = self._fates.get(session)
             self._send(
-                member.connection, fate or messages.Fate(session, "lost", "the broker does not know it")
+                member.connection,
+                fate or messages.Fate(session, "lost", "the broker does not know it"),
             )
         else:
             self._subscribe(member, other)
@@ -541,6 +558,8 @@ class Membership:
         return self._done()
 
     def _check_lingering(self, job: Job) -> None:
+        if not job.world_size and job.joined < 2:
+            return  # nobody has come yet for whom it stays
         if all(member.lingering for member in job.by_name.values()):
             for member in job.by_name.values():
                 self._send(member.connection, messages.Answer(member.lingering, None))
@@ -550,14 +569,18 @@ class Membership:
     def goodbye(self, member: Member, message: messages.Goodbye) -> list[Action]:
         """It leaves by its own will."""
         self._send(member.connection, messages.Farewell())
-        self._end(member, "left", "it has left" + (f" ({message.reason})" if message.reason else ""))
+        self._end(
+            member, "left", "it has left" + (f" ({message.reason})" if message.reason else "")
+        )
         return self._done()
 
     def process_ended(self, session: int) -> list[Action]:
         """A process on this machine has ended without a goodbye."""
         member = self.members.get(session)
         if member is not None:
-            self._end(member, "lost", f"its process {member.hello.pid} on {member.hello.host} has ended")
+            self._end(
+                member, "lost", f"its process {member.hello.pid} on {member.hello.host} has ended"
+            )
         return self._done()
 
     def unreachable(self, connection: bytes, now: float) -> list[Action]:
@@ -584,7 +607,9 @@ class Membership:
             if member.contenders and member.contenders[0][0] <= now:
                 _, connection, hello = member.contenders.pop(0)
                 self._end(
-                    member, "replaced", f"it did not answer, and another worker has taken its name {member.name!r}"
+                    member,
+                    "replaced",
+                    f"it did not answer, and another worker has taken its name {member.name!r}",
                 )
                 self._join(connection, hello, now)
             elif member.suspect_since is not None and now - member.suspect_since >= self.grace:
@@ -598,7 +623,9 @@ class Membership:
     def next_due(self) -> float | None:
         """When :meth:`due` has something to do."""
         moments = [
-            member.contenders[0][0] if member.contenders else (member.suspect_since or 0) + self.grace
+            member.contenders[0][0]
+            if member.contenders
+            else (member.suspect_since or 0) + self.grace
             for member in self.members.values()
             if member.contenders or member.suspect_since is not None
         ]
@@ -613,7 +640,7 @@ class Membership:
             del job.by_name[member.name]
         if job.by_rank.get(member.rank) is member:
             del job.by_rank[member.rank]
-        verb = "has left" if ending == "left" else f"was {ending}: {reason}"
+        verb = _LEFT if ending == "left" else f"was {ending}: {reason}"
         job.ended[member.name] = verb
         while len(job.ended) > REMEMBERED:
             job.ended.popitem(last=False)
@@ -647,6 +674,6 @@ class Membership:
     def _send(self, connection: bytes, message: Message) -> None:
         self._actions.append(Send(connection, message))
 
-    def _done(self, _: None = None) -> list[Action]:
+    def _done(self) -> list[Action]:
         actions, self._actions = self._actions, []
         return actions

@@ -45,7 +45,6 @@ class Message:
 
 
 def _message(cls: _MessageType) -> _MessageType:
-    cls = dataclass(slots=True)(cls)  # type: ignore[call-overload]
     cls.name = cls.__name__
     _BY_NAME[cls.name] = cls
     return cls
@@ -55,6 +54,7 @@ def _message(cls: _MessageType) -> _MessageType:
 
 
 @_message
+@dataclass(slots=True)
 class Hello(Message):
     """A worker asks to become a member of a job.
 
@@ -84,11 +84,13 @@ class Hello(Message):
 
 
 @_message
+@dataclass(slots=True)
 class Ready(Message):
     """The worker's rx has received its own echo through every router."""
 
 
 @_message
+@dataclass(slots=True)
 class Resolve(Message):
     """Who is it?  By name, rank or session (one of them); its fate is told from then on."""
 
@@ -99,6 +101,7 @@ class Resolve(Message):
 
 
 @_message
+@dataclass(slots=True)
 class Watch(Message):
     """Tell me the fate of these sessions (at once for those already gone)."""
 
@@ -106,6 +109,7 @@ class Watch(Message):
 
 
 @_message
+@dataclass(slots=True)
 class ListMembers(Message):
     """All members of my job, as :func:`member_map` writes them."""
 
@@ -113,14 +117,16 @@ class ListMembers(Message):
 
 
 @_message
+@dataclass(slots=True)
 class WhoIsMissing(Message):
-    """Which ranks of my world have not come yet, or, with ``key``, which workers have not come to that gather."""
+    """Which ranks of my world have not come yet; with ``key``, which workers to that gather."""
 
     request: int
     key: str = ""
 
 
 @_message
+@dataclass(slots=True)
 class Gather(Message):
     """Bring ``value`` to a meeting of ``workers`` (names; empty: my whole world).
 
@@ -137,6 +143,7 @@ class Gather(Message):
 
 
 @_message
+@dataclass(slots=True)
 class LeaveGather(Message):
     """I no longer wait in that meeting."""
 
@@ -144,6 +151,7 @@ class LeaveGather(Message):
 
 
 @_message
+@dataclass(slots=True)
 class Linger(Message):
     """Answered when no other member of my job is left that does not linger too."""
 
@@ -151,6 +159,7 @@ class Linger(Message):
 
 
 @_message
+@dataclass(slots=True)
 class Cancel(Message):
     """Tell session ``callee`` that its call ``call`` of mine is no longer wanted."""
 
@@ -160,6 +169,7 @@ class Cancel(Message):
 
 
 @_message
+@dataclass(slots=True)
 class References(Message):
     """RRef bookkeeping, in order; see :mod:`broker.rref_table` for the rules.
 
@@ -172,6 +182,7 @@ class References(Message):
 
 
 @_message
+@dataclass(slots=True)
 class Report(Message):
     """Counters of this worker since it started (calls, errors, timeouts, pending, ...)."""
 
@@ -179,6 +190,7 @@ class Report(Message):
 
 
 @_message
+@dataclass(slots=True)
 class Goodbye(Message):
     """The worker leaves by its own will."""
 
@@ -186,6 +198,7 @@ class Goodbye(Message):
 
 
 @_message
+@dataclass(slots=True)
 class Pong(Message):
     """The answer to :class:`Ping`."""
 
@@ -193,6 +206,7 @@ class Pong(Message):
 
 
 @_message
+@dataclass(slots=True)
 class Status(Message):
     """The whole picture: jobs, members, counters.  Asked by ``zrpc status``; needs no hello."""
 
@@ -203,6 +217,7 @@ class Status(Message):
 
 
 @_message
+@dataclass(slots=True)
 class Welcome(Message):
     """You are a member.
 
@@ -222,19 +237,25 @@ class Welcome(Message):
 
 
 @_message
+@dataclass(slots=True)
 class Refused(Message):
-    """You are not: ``code`` for programs ("name", "rank", "protocol", "world", "mixed", "identity"), ``text`` for people."""
+    """You are not: ``text`` says why.
+
+    ``code`` is for programs: "name", "rank", "protocol", "world", "mixed", "identity", "lost".
+    """
 
     code: str
     text: str
 
 
 @_message
+@dataclass(slots=True)
 class Started(Message):
     """``init_rpc`` may return: the whole world is there (or none was asked for)."""
 
 
 @_message
+@dataclass(slots=True)
 class StartFailed(Message):
     """The world that you wait for cannot come about; ``text`` says why."""
 
@@ -242,6 +263,7 @@ class StartFailed(Message):
 
 
 @_message
+@dataclass(slots=True)
 class Answer(Message):
     """The answer to a request."""
 
@@ -250,8 +272,9 @@ class Answer(Message):
 
 
 @_message
+@dataclass(slots=True)
 class Failure(Message):
-    """A request failed: ``code`` "unknown", "lost" or "invalid"; ``names`` says who is there, or who was lost."""
+    """A request failed: ``code`` "unknown" or "lost"; ``names`` says who is there, or who was lost."""
 
     request: int
     code: str
@@ -260,8 +283,12 @@ class Failure(Message):
 
 
 @_message
+@dataclass(slots=True)
 class Fate(Message):
-    """A watched session ended: ``ending`` is "lost", "left" or "replaced"; ``replacement`` the session that has its name now, or 0."""
+    """A watched session ended: ``ending`` is "lost", "left" or "replaced".
+
+    ``replacement`` is the session that has its name now, or 0.
+    """
 
     session: int
     ending: str
@@ -270,6 +297,7 @@ class Fate(Message):
 
 
 @_message
+@dataclass(slots=True)
 class Cancelled(Message):
     """Session ``caller`` no longer wants its call ``call``."""
 
@@ -279,6 +307,7 @@ class Cancelled(Message):
 
 
 @_message
+@dataclass(slots=True)
 class Freed(Message):
     """Nobody holds these RRefs of yours any more: ``[rref, highest mint number seen of you]`` each."""
 
@@ -286,6 +315,7 @@ class Freed(Message):
 
 
 @_message
+@dataclass(slots=True)
 class OwnersDied(Message):
     """The owner of these RRefs, which you hold, is gone."""
 
@@ -294,6 +324,7 @@ class OwnersDied(Message):
 
 
 @_message
+@dataclass(slots=True)
 class Ping(Message):
     """Are you there?"""
 
@@ -301,11 +332,13 @@ class Ping(Message):
 
 
 @_message
+@dataclass(slots=True)
 class WhoAreYou(Message):
     """The broker does not know this connection (it was restarted): say hello again."""
 
 
 @_message
+@dataclass(slots=True)
 class Farewell(Message):
     """Your goodbye was heard, or (``text``) the broker ends your session or itself."""
 
@@ -387,7 +420,15 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def member_map(
-    *, session: int, worker: str, rank: int, host: str, pid: int, clock: str, machine: str, script: str
+    *,
+    session: int,
+    worker: str,
+    rank: int,
+    host: str,
+    pid: int,
+    clock: str,
+    machine: str,
+    script: str,
 ) -> dict[str, Any]:
     """Write a member as the plain map that :class:`Answer` carries to those who resolve it."""
     return {

@@ -90,7 +90,7 @@ class Router:
             frames: list[Any] = []
             if more(zmq.RCVMORE):
                 large = len(header) == HEADER_SIZE and header[FLAGS_LOW_BYTE] & _LARGE
-                frames = socket.recv_multipart(copy=not large)
+                frames = socket.recv_multipart(0, not large)
             source = sessions.get(sender)
             if source is None:
                 self._drop(sender, "a routing id that no session has")

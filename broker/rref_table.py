@@ -172,7 +172,9 @@ class RRefTable:
             self._hold(row, fork, Fork(session, False, True))
         return []
 
-    def take(self, session: int, rref: RRefId, owner: int, fork: ForkId, now: float) -> list[Action]:
+    def take(
+        self, session: int, rref: RRefId, owner: int, fork: ForkId, now: float
+    ) -> list[Action]:
         """``session`` has received ``fork`` and holds it from now on; saying so again changes nothing.
 
         Raises:

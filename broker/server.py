@@ -7,6 +7,7 @@ at control, so that a hello or a cancel never waits behind a gigabyte of tensor.
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import secrets
@@ -123,7 +124,7 @@ class Broker:
     # ------------------------------------------------------------ sockets
 
     def _socket(self, mark: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.ROUTER)
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A reconnecting socket takes its place at once; ids are secrets.
@@ -445,16 +446,17 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
         socket.bind(endpoint[:-1] + "*" if endpoint.endswith(":0") else endpoint)
     except zmq.ZMQError as error:
         reasons = {
-            zmq.EADDRINUSE: "another process listens there already; stop it, or take another port",
-            zmq.EADDRNOTAVAIL: "this machine has no such address",
-            zmq.ENODEV: "this machine has no such address or interface",
-            zmq.EACCES: "this user may not listen there; take a port above 1023",
-            zmq.EINVAL: "it is no address",
+            errno.EADDRINUSE: "another process listens there already; stop it, or take another port",
+            errno.EADDRNOTAVAIL: "this machine has no such address",
+            errno.ENODEV: "this machine has no such address or interface",
+            errno.EACCES: "this user may not listen there; take a port above 1023",
+            errno.EINVAL: "it is no address",
         }
         raise BindError(
             f"The broker cannot listen on {endpoint}: {reasons.get(error.errno or 0, str(error))}."
         ) from None
-    return str(socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0"))
+    last = socket.getsockopt(zmq.LAST_ENDPOINT)
+    return last.decode().rstrip("\0") if isinstance(last, bytes) else endpoint
 
 
 def _raise_file_limit() -> None:

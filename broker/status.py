@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import zmq
@@ -50,7 +51,9 @@ def print_status(document: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    # Into a pipe or a file nothing is cut, however long the names.
+    terminal = sys.stdout.isatty()
+    console = Console() if terminal else Console(width=250)
     broker = document["broker"]
     console.print(
         f"broker [bold]{broker['address']}[/bold]  zrpc {broker['version']}  pid {broker['pid']} on "
@@ -63,7 +66,9 @@ def print_status(document: dict[str, Any]) -> None:
     for name, job in document["jobs"].items():
         world = f", a world of {job['world_size']}" if job["world_size"] else ""
         waiting = "" if job["started"] else ", not complete yet"
-        table = Table(title=f"job {name}{world}{waiting}: {job['rrefs']} RRefs", title_justify="left")
+        table = Table(
+            title=f"job {name}{world}{waiting}: {job['rrefs']} RRefs", title_justify="left"
+        )
         for heading in ("worker", "rank", "state", "process", "up"):
             table.add_column(heading)
         for heading in ("calls", "served", "errors", "timeouts", "running", "queued"):

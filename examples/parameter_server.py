@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import click
 import torch
-import torch.multiprocessing as multiprocessing
 from torch import nn
+from torch.multiprocessing.spawn import start_processes
 
 import zrpc as rpc
 
@@ -60,7 +61,7 @@ class ParameterServer:
         self.loss = float("nan")
         self.losses: list[float] = []
         self.lock = threading.Lock()
-        self.future: torch.futures.Future = torch.futures.Future()
+        self.future: torch.futures.Future[Any] = torch.futures.Future()
         self.optimizer.zero_grad(set_to_none=False)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -69,10 +70,11 @@ class ParameterServer:
         return [parameter.detach() for parameter in self.model.parameters()]
 
     @rpc.functions.async_execution
-    def update(self, gradients: list[torch.Tensor], loss: float) -> torch.futures.Future:
+    def update(self, gradients: list[torch.Tensor], loss: float) -> torch.futures.Future[Any]:
         """Add a trainer's gradients; the answer comes when all have sent theirs."""
         with self.lock:
-            for parameter, gradient in zip(self.model.parameters(), gradients):
+            for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+                assert parameter.grad is not None
                 parameter.grad += gradient / self.trainers
             self.losses.append(loss)
             future = self.future
@@ -94,10 +96,10 @@ class ParameterServer:
         _, _, images, labels = load_digits()
         self.model.eval()
         with torch.no_grad():
-            return (self.model(images).argmax(1) == labels).float().mean().item()
+            return float((self.model(images).argmax(1) == labels).float().mean())
 
 
-def train(server: rpc.RRef, part: int, parts: int, steps: int) -> tuple[int, int]:
+def train(server: rpc.RRef[Any], part: int, parts: int, steps: int) -> tuple[int, int]:
     """One trainer's whole work, run on its worker; returns calls made and bytes moved."""
     torch.set_num_threads(1)
     images, labels, _, _ = load_digits()
@@ -109,7 +111,7 @@ def train(server: rpc.RRef, part: int, parts: int, steps: int) -> tuple[int, int
     parameters = server.rpc_sync().parameters()
     for _ in range(steps):
         with torch.no_grad():
-            for mine, new in zip(model.parameters(), parameters):
+            for mine, new in zip(model.parameters(), parameters, strict=True):
                 mine.copy_(new)
         batch = torch.randint(len(labels), (64,), generator=generator)
         loss = loss_function(model(images[batch]), labels[batch])
@@ -173,7 +175,9 @@ def run_rank(rank: int, names: list[str], steps: int, init_method: str) -> None:
 @click.command(help=__doc__.split("\n\n")[0])
 @click.option("--trainers", default="2", help="How many to start, or names of workers that run.")
 @click.option("--steps", default=400, show_default=True, help="Steps of the server.")
-@click.option("--broker", help="Address of a broker whose workers to use; default: start everything.")
+@click.option(
+    "--broker", help="Address of a broker whose workers to use; default: start everything."
+)
 def main(trainers: str, steps: int, broker: str | None) -> None:
     if broker:
         options = rpc.RpcBackendOptions(broker=broker)
@@ -185,14 +189,17 @@ def main(trainers: str, steps: int, broker: str | None) -> None:
 
     names = [SERVER, *(f"trainer{n}" for n in range(int(trainers))), "driver"]
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(
-            run_rank, args=(names, steps, f"file://{folder}/rendezvous"), nprocs=len(names)
+        start_processes(
+            run_rank,
+            args=(names, steps, f"file://{folder}/rendezvous"),
+            nprocs=len(names),
+            start_method="spawn",
         )
 
 
 if __name__ == "__main__":
     # Import ourselves: functions of `parameter_server` can be found by workers that have
     # imported that module, those of `__main__` only by processes that run this very script.
-    import parameter_server
+    import parameter_server  # type: ignore[import-not-found]
 
     parameter_server.main()

@@ -13,7 +13,9 @@ from broker import __version__
 
 from . import functions
 from .api import (
-    _set_rpc_timeout,
+    _set_rpc_timeout as _set_rpc_timeout,
+)
+from .api import (
     current_agent,
     get_rpc_timeout,
     get_worker_info,
@@ -27,6 +29,7 @@ from .api import (
     rpc_sync,
     shutdown,
     sync_call,
+    unregister,
 )
 from .codec import DecodeError, EncodeError, PickleRefusedError
 from .context import CallInfo, current_call
@@ -47,7 +50,7 @@ from .errors import (
 from .futures import Future, collect_all, wait_all
 from .local_copy import LocalCopy
 from .models import ModelHandle, get_model
-from .options import BackendType, RpcBackendOptions
+from .options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from .rref import RRef
 from .worker_info import WorkerInfo
 
@@ -71,6 +74,7 @@ __all__ = [
     "RpcBackendOptions",
     "RpcError",
     "RpcTimeoutError",
+    "TensorPipeRpcBackendOptions",
     "UnknownFunctionError",
     "UnknownWorkerError",
     "WorkerInfo",
@@ -93,5 +97,6 @@ __all__ = [
     "rpc_sync",
     "shutdown",
     "sync_call",
+    "unregister",
     "wait_all",
 ]

@@ -134,7 +134,7 @@ def _start_agent(name: str, options: RpcBackendOptions, rank: int, world_size: i
 def _let_go(meeting: Meeting) -> None:
     if meeting.broker is not None:
         meeting.broker.stop_watching()
-        meeting.broker.reap(2.0)
+        meeting.broker.reap(0.3)
     meeting.store = None
 
 
@@ -145,11 +145,13 @@ def _check_backend(backend: Any) -> None:
         if backend.upper() not in ("ZEROMQ", "ZRPC") and backend not in _warned:
             _warned.add(backend)
             warnings.warn(
-                f"init_rpc(backend={backend!r}): zrpc runs on ZeroMQ; the name is accepted and has no effect.",
+                f"init_rpc(backend={backend!r}): zrpc runs on ZeroMQ; the name has no effect.",
                 stacklevel=3,
             )
         return
-    raise TypeError(f"Argument backend must be a member of BackendType or a string, got {backend!r}")
+    raise TypeError(
+        f"Argument backend must be a member of BackendType or a string, got {backend!r}"
+    )
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
@@ -273,7 +275,7 @@ def get_worker_info(worker_name: Any = None) -> WorkerInfo:
     if worker_name is None:
         return agent.info
     agent.check_alive()
-    return agent.directory.resolve(worker_name, agent._control_timeout()).info
+    return agent.directory.resolve(worker_name, agent.control_timeout()).info
 
 
 def get_rpc_timeout() -> float:
@@ -319,6 +321,15 @@ def register_rref(obj: Any, name: str | None = None) -> None:
         name: default: the name that the calling module holds it by.
     """
     registry.default_registry.register_rref(obj, name)
+
+
+def unregister(name: str) -> None:
+    """Take back what was registered as ``name``.
+
+    Raises:
+        LookupError: nothing was; the text lists what is.
+    """
+    registry.default_registry.unregister(name)
 
 
 def register_model(name: str, module: torch.nn.Module) -> None:
@@ -389,4 +400,5 @@ __all__ = [
     "rpc_sync",
     "shutdown",
     "sync_call",
+    "unregister",
 ]

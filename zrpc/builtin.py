@@ -16,11 +16,52 @@ if TYPE_CHECKING:
 #: Special methods that a proxy may call.
 CALLABLE_DUNDERS = frozenset(
     f"__{name}__"
-    for name in (
-        "call len getitem setitem delitem contains str repr int float bool hash iter next enter exit "
-        "add sub mul truediv floordiv mod pow matmul eq ne lt le gt ge neg abs and or xor invert "
-        "iadd isub imul itruediv radd rsub rmul rtruediv"
-    ).split()
+    for name in [
+        "call",
+        "len",
+        "getitem",
+        "setitem",
+        "delitem",
+        "contains",
+        "str",
+        "repr",
+        "int",
+        "float",
+        "bool",
+        "hash",
+        "iter",
+        "next",
+        "enter",
+        "exit",
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "matmul",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "neg",
+        "abs",
+        "and",
+        "or",
+        "xor",
+        "invert",
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "radd",
+        "rsub",
+        "rmul",
+        "rtruediv",
+    ]
 )
 
 
@@ -95,7 +136,9 @@ def _invoke(
         )
     method = getattr(value, name)
     result = method(*args, **kwargs)
-    if getattr(method, "_zrpc_async_execution", False) or hasattr(method, "_wrapped_async_rpc_function"):
+    if getattr(method, "_zrpc_async_execution", False) or hasattr(
+        method, "_wrapped_async_rpc_function"
+    ):
         import torch
 
         if not isinstance(result, torch._C.Future):
@@ -129,12 +172,14 @@ def find_model(name: str | None) -> Any:
             except LookupError as error:
                 result.fail(
                     errors.UnknownFunctionError(
-                        f"{error} (Worker {agent.name!r} waited {REGISTRATION_WAIT:g} s for it.)", ran="no"
+                        f"{error} (Worker {agent.name!r} waited {time.monotonic() - start:.1f} s for it.)",
+                        ran="no",
                     )
                 )
 
     call = handler_call.get()
-    limit = time.monotonic() + REGISTRATION_WAIT
+    start = time.monotonic()
+    limit = start + REGISTRATION_WAIT
     if call is not None and call.deadline is not None:
         limit = min(limit, call.deadline - 0.1)
     agent.service.call_at(limit, give_up)

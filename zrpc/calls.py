@@ -27,9 +27,20 @@ _STATES: dict[int, CallState] = {1: "receiving", 2: "queued", 3: "running", 4: "
 class Call:
     """One call under way."""
 
-    __slots__ = ("deadline", "expired", "function", "limit", "number", "outgoing", "pair", "started")
+    __slots__ = (
+        "deadline",
+        "expired",
+        "function",
+        "limit",
+        "number",
+        "outgoing",
+        "pair",
+        "started",
+    )
 
-    def __init__(self, pair: Pair, function: str, limit: float | None, deadline: float | None) -> None:
+    def __init__(
+        self, pair: Pair, function: str, limit: float | None, deadline: float | None
+    ) -> None:
         self.pair = pair
         self.function = function
         self.limit = limit
@@ -99,7 +110,9 @@ class SyncCall(Call):
 
     __slots__ = ("error", "gate", "reply")
 
-    def __init__(self, pair: Pair, function: str, limit: float | None, deadline: float | None) -> None:
+    def __init__(
+        self, pair: Pair, function: str, limit: float | None, deadline: float | None
+    ) -> None:
         super().__init__(pair, function, limit, deadline)
         self.gate = threading.Lock()
         self.gate.acquire()

@@ -51,14 +51,11 @@ MARK_DELAY = 0.1
 class Events(Protocol):
     """What the channel tells its agent.  All are called without the lock held, by the reader."""
 
-    def request_arrived(self, pair: Pair, served: Served, assembly: Assembly) -> None:
-        """The first message of a request is here (its references are to be taken)."""
+    def message_arrived(self, assembly: Assembly) -> None:
+        """The first message of a request or reply is here (its references are to be taken)."""
 
     def request_complete(self, pair: Pair, served: Served, assembly: Assembly) -> Work | None:
         """A request is whole; returns the work that runs it."""
-
-    def reply_arrived(self, pair: Pair, assembly: Assembly) -> None:
-        """The first message of a reply is here (its references are to be taken)."""
 
     def reply_complete(self, pair: Pair, call: Any, assembly: Assembly) -> Work | None:
         """A reply is whole; returns the work that completes its call, if it may block."""
@@ -251,7 +248,9 @@ class DataChannel:
         last = len(frames) - 1
         for index, frame in enumerate(frames):
             # Without a copy only where it pays (pyzmq copies below its own threshold).
-            tx.send(frame, zmq.NOBLOCK if index == last else zmq.SNDMORE | zmq.NOBLOCK, copy=not large)
+            tx.send(
+                frame, zmq.NOBLOCK if index == last else zmq.SNDMORE | zmq.NOBLOCK, copy=not large
+            )
         return True
 
     def send_bare(self, pair: Pair, header: Header) -> None:
@@ -305,7 +304,7 @@ class DataChannel:
             frames: list[Any] = []
             if head and rx.getsockopt(zmq.RCVMORE):
                 large = len(head) == HEADER_SIZE and head[FLAGS_LOW_BYTE] & Flag.LARGE
-                frames = rx.recv_multipart(copy=not large)
+                frames = rx.recv_multipart(0, not large)
         except zmq.ContextTerminated:
             raise PoolClosed from None
         except zmq.ZMQError:
@@ -355,9 +354,8 @@ class DataChannel:
                 self.pump(pair)
             if pair.should_tell_taken:
                 self._tell(pair)
-            if kind == Kind.CREDIT:
-                if header.offset and frames:
-                    pair.receive_acknowledgement(Acknowledgement.unpack(_bytes(frames[0])))
+            if kind == Kind.CREDIT and header.offset and frames:
+                pair.receive_acknowledgement(Acknowledgement.unpack(_bytes(frames[0])))
             if pair.forgotten_forks:
                 self._events.forks_forgotten(pair)
             if kind == Kind.CREDIT:
@@ -387,7 +385,7 @@ class DataChannel:
                 if known is not None and known.stage == Stage.RECEIVING:
                     known.assembly = assembly  # the sender has begun again
                 return None
-        self._events.request_arrived(pair, served, assembly)
+        self._events.message_arrived(assembly)
         if assembly.complete:
             return self._events.request_complete(pair, served, assembly)
         served.assembly = assembly
@@ -395,11 +393,10 @@ class DataChannel:
 
     def _take_reply(self, pair: Pair, header: Header, frames: list[Any]) -> Work | None:
         assembly = Assembly(header, frames)
+        # Also where it comes too late: its references are then dropped with it.
+        self._events.message_arrived(assembly)
         if header.call not in pair.waiting:
-            # Too late.  Its references are taken, and so dropped with the assembly.
-            self._events.reply_arrived(pair, assembly)
             return None
-        self._events.reply_arrived(pair, assembly)
         if assembly.complete:
             return self._complete_reply(pair, assembly)
         with self._lock:

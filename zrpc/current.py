@@ -43,5 +43,7 @@ def get_agent(text: str | None = None) -> Agent:
             agent.check_alive()
         if text is not None:
             raise errors.NotInitializedError(text, ran="no")
-        raise errors.not_initialized("It has been shut down in this process." if _was_shut_down else "")
+        raise errors.not_initialized(
+            "It has been shut down in this process." if _was_shut_down else ""
+        )
     return agent

@@ -61,7 +61,9 @@ class Directory:
             return found
         try:
             values = self._service.request(
-                lambda number: messages.Resolve(number, session=session), 10.0, f"find worker {name!r}"
+                lambda number: messages.Resolve(number, session=session),
+                10.0,
+                f"find worker {name!r}",
             )
         except RequestFailed as failure:
             raise errors.worker_lost(name, None, str(failure), "no") from None
@@ -80,10 +82,7 @@ class Directory:
             found = self._by_name.get(to)
         elif isinstance(to, int) and not isinstance(to, bool):
             found = self._by_rank.get(to)
-        elif isinstance(to, WorkerInfo):
-            to = to.name
-            found = self._by_name.get(to)
-        elif hasattr(to, "name") and hasattr(to, "id"):
+        elif isinstance(to, WorkerInfo) or (hasattr(to, "name") and hasattr(to, "id")):
             to = to.name
             found = self._by_name.get(to)
         elif callable(to):
@@ -110,10 +109,11 @@ class Directory:
                     lambda number: messages.Resolve(number, rank=rank), timeout, what
                 )
         except RequestFailed as failure:
-            error = errors.unknown_worker(to, failure.names, function=function)
-            if failure.code != "unknown" or "lost" in str(failure):
-                error.add_note(str(failure)) if hasattr(error, "add_note") else None
-            raise error from None
+            if failure.code == "lost":
+                raise errors.worker_lost(
+                    str(to), function, str(failure).partition(": ")[2], "no"
+                ) from None
+            raise errors.unknown_worker(to, failure.names, function=function) from None
         return self.add(Member.from_map(values))
 
     def introduce(self, session: int, done: Callable[[Member | None], None]) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -60,8 +61,11 @@ class Future(_Base, Generic[T]):  # type: ignore[type-arg]
         self._waiters: list[Any] = []
         self._callbacks: list[Callable[[Future[T]], Any]] = []
         self._cancelled = False
-        #: Called by :meth:`cancel`; returns whether the call could be ended.
-        self.on_cancel: Callable[[], bool] | None = None
+        #: Called by :meth:`cancel`; ends the call and returns its error.
+        self.on_cancel: Callable[[], BaseException | None] | None = None
+        #: Whose call it is the result of, for error texts.
+        self.worker: str | None = None
+        self.function: str | None = None
 
     # ------------------------------------------------------------ completing
 
@@ -85,7 +89,7 @@ class Future(_Base, Generic[T]):  # type: ignore[type-arg]
         """torch's name for :meth:`complete`."""
         self._settle(1, result)
 
-    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
+    def set_exception(self, result: BaseException) -> None:
         """torch's name for :meth:`fail`."""
         if not isinstance(result, BaseException):
             raise AssertionError(f"{result!r} is of type {type(result)}, not an Exception.")
@@ -113,7 +117,7 @@ class Future(_Base, Generic[T]):  # type: ignore[type-arg]
             if self._executor is None:
                 callback(self)
             else:
-                self._executor(lambda callback=callback: callback(self))
+                self._executor(functools.partial(callback, self))
 
     # ------------------------------------------------------------ looking
 
@@ -174,22 +178,26 @@ class Future(_Base, Generic[T]):  # type: ignore[type-arg]
             if self._state:
                 return
             self._waiters.append(gate)
-        context = self._before_wait(self) if self._before_wait is not None else contextlib.nullcontext()
+        context = (
+            self._before_wait(self) if self._before_wait is not None else contextlib.nullcontext()
+        )
         try:
             with context:
                 # A lock of Python's: signals get through, other threads run.
-                woken = gate.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+                woken = gate.acquire(
+                    timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+                )
         finally:
             with self._mutex:
                 if gate in self._waiters:
                     self._waiters.remove(gate)
         if not woken and not self._state:
             assert timeout is not None
-            raise errors.wait_timed_out(timeout)
+            raise errors.wait_timed_out(timeout, worker=self.worker, function=self.function)
 
     # ------------------------------------------------------------ callbacks
 
-    def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:  # type: ignore[override]
+    def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
         """Call ``callback(self)`` when it is done; at once where it is.
 
         With an executor (futures of calls) it runs there, else in the completing thread.
@@ -200,7 +208,7 @@ class Future(_Base, Generic[T]):  # type: ignore[type-arg]
                 return
         self._run([callback])
 
-    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:  # type: ignore[override]
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """A future of what ``callback(self)`` returns, once this one is done.
 
         An exception of the callback is that future's error.
@@ -231,12 +239,20 @@ class Future(_Base, Generic[T]):  # type: ignore[type-arg]
             if self._state:
                 return False
             self._cancelled = True
+        error = self.on_cancel() if self.on_cancel is not None else None
+        with contextlib.suppress(RuntimeError):  # its result came in the same moment
+            self.fail(error or errors.call_cancelled(self.worker, self.function))
+        return True
+
+    def cancel_with(self, error: BaseException) -> None:
+        """End the call as :meth:`cancel` does, with an error of one's own."""
+        with self._mutex:
+            if self._state:
+                return
+        with contextlib.suppress(RuntimeError):
+            self.fail(error)
         if self.on_cancel is not None:
             self.on_cancel()
-        if not self._state:
-            with contextlib.suppress(RuntimeError):
-                self.fail(errors.call_cancelled())
-        return True
 
     def cancelled(self) -> bool:
         """Was it ended by :meth:`cancel`?"""
@@ -332,7 +348,8 @@ def wait_all(futures: Iterable[Any], timeout: float | None = None) -> list[Any]:
             if finished.done() or timeout is None:
                 raise
             raise errors.RpcTimeoutError(
-                f"wait_all timed out after {time.monotonic() - start:.2f} s: {left} of {len(waiting)} futures "
+                f"wait_all timed out after {time.monotonic() - start:.2f} s: {left} of "
+                f"{len(waiting)} futures "
                 "were not done. The calls go on and may be waited for again.",
                 elapsed=time.monotonic() - start,
                 limit=timeout,

@@ -58,7 +58,13 @@ class Membership:
     """
 
     def __init__(
-        self, agent: Agent, address: str, *, rank: int = -1, world_size: int = 0, job: str | None = None
+        self,
+        agent: Agent,
+        address: str,
+        *,
+        rank: int = -1,
+        world_size: int = 0,
+        job: str | None = None,
     ) -> None:
         self.agent = agent
         parsed = parse_address(address)
@@ -113,6 +119,11 @@ class Membership:
             self._ready = True
             self._wait_for_world(end, timeout)
         except BaseException:
+            if self._welcome is not None and not self._start_failed:
+                # So that the broker need not wait for the end of this process.
+                self._leaving = True
+                self.agent.service.post(messages.Goodbye("it could not join"))
+                _wait(self._farewell, 0.5)
             self.close(abort=True)
             raise
 
@@ -155,7 +166,11 @@ class Membership:
             machine=machine_identity(),
             clock=clock_identity(),
             script=callables.script_digest(),
-            versions={"python": platform.python_version(), "zrpc": _version(), "torch": _torch_version()},
+            versions={
+                "python": platform.python_version(),
+                "zrpc": _version(),
+                "torch": _torch_version(),
+            },
         )
         if resume and self._welcome is not None:
             hello.resume = self._welcome.session
@@ -173,7 +188,7 @@ class Membership:
         if not answered or self._welcome is None:
             raise errors.BrokerLostError(
                 f"init_rpc of worker {self.agent.name!r}: no broker answered at {self.endpoint} "
-                f"within {limit:g} s. Start one with `zrpc broker --bind {self.endpoint}`, or correct "
+                f"within {limit:.3g} s. Start one with `zrpc broker --bind {self.endpoint}`, or correct "
                 "the address (broker=..., ZRPC_BROKER).",
                 elapsed=limit,
                 limit=limit,
@@ -268,6 +283,9 @@ class Membership:
             if self._welcome is None:
                 self._welcome = message
                 self._welcomed.set()
+            else:
+                # Taken up again after the broker's restart: what was asked of the old one is asked anew.
+                self.agent.service.ask_again()
         elif isinstance(message, messages.Refused):
             self._let_broker_end()
             self._refused = message
@@ -314,7 +332,7 @@ class Membership:
             agent = self.agent
             counters = dict(agent.counters)
             counters.update(agent.pool.counts)
-            counters["pending"] = agent.pending_calls
+            counters["pending"] = agent.caller.pending
             counters["owned"] = len(agent.references.ledger)
             agent.service.post(messages.Report(counters))
             agent.service.post(messages.Ping(0))
@@ -380,7 +398,9 @@ class Membership:
         error = result[1]
         if isinstance(error, RequestFailed):
             if error.code == "lost":
-                raise errors.WorkerLostError(str(error), worker=(error.names or [None])[0]) from None
+                raise errors.WorkerLostError(
+                    str(error), worker=error.names[0] if error.names else None
+                ) from None
             raise errors.RpcError(str(error)) from None
         if error is not None:
             raise error
@@ -405,7 +425,9 @@ class Membership:
         self._let_broker_end()
         if agent.ended is None:
             agent.channel.set_linger(1000 if graceful else 0)
-            agent.service.post(messages.Goodbye("shutdown" if problem is None else str(problem)[:200]))
+            agent.service.post(
+                messages.Goodbye("shutdown" if problem is None else str(problem)[:200])
+            )
             _wait(self._farewell, 1.0)
         self.close(abort=not graceful)
         if problem is not None:
@@ -421,7 +443,7 @@ class Membership:
         if not agent.wait_quiet(rest()):
             raise errors.RpcTimeoutError(
                 f"shutdown of worker {agent.name!r} timed out after {timeout:g} s: "
-                f"{agent.pending_calls} of its calls and {agent.pool.counts['running']} of its handlers "
+                f"{agent.caller.pending} of its calls and {agent.pool.counts['running']} of its handlers "
                 "had not ended.",
                 elapsed=timeout,
                 limit=timeout,

@@ -82,7 +82,9 @@ class ModelHandle:
         """A copy of its state."""
         return dict(self._call(_state_dict))
 
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
+    def load_state_dict(
+        self, state_dict: dict[str, Any], strict: bool = True
+    ) -> tuple[list[str], list[str]]:
         """Load a state there; returns missing and unexpected keys."""
         missing, unexpected = self._call(_load_state_dict, dict(state_dict), strict)
         return list(missing), list(unexpected)
@@ -110,7 +112,9 @@ def _handle(worker: WorkerInfo, name: str, timeout: float) -> ModelHandle:
     return ModelHandle(get_agent(), worker, name, timeout)
 
 
-def get_model(worker: Any, name: str | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> ModelHandle:
+def get_model(
+    worker: Any, name: str | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> ModelHandle:
     """A handle of a model that ``worker`` has registered (or will, within 10 s).
 
     Args:
@@ -124,7 +128,6 @@ def get_model(worker: Any, name: str | None = None, timeout: float = UNSET_RPC_T
     """
     agent = get_agent()
     timeout = check_timeout(timeout, "timeout")
-    member = agent.directory.resolve(worker, agent._control_timeout())
+    member = agent.directory.resolve(worker, agent.control_timeout())
     found = agent.call_sync(member, builtin.find_model, (name,), None, timeout)
     return ModelHandle(agent, member.info, found, timeout)
-

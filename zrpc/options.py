@@ -74,8 +74,8 @@ class RpcBackendOptions:
         allow_pickle: send and open pickles.  Without them plain data, arrays and tensors
             still work.
         credit: bytes that may be under way towards one worker before a call waits here.
-        device_maps: see ``set_device_map``.
-        devices: see ``set_devices``.
+        device_maps: accepted empty, as torch scripts pass it; see ``set_device_map``.
+        devices: accepted empty or with CPU devices only.
 
     Raises:
         RuntimeError: a negative timeout, ``num_worker_threads`` below 1.
@@ -103,7 +103,7 @@ class RpcBackendOptions:
         device_maps: dict[str, dict[Any, Any]] | None = None,
         devices: list[Any] | None = None,
     ) -> None:
-        self.rpc_timeout = rpc_timeout  # type: ignore[assignment]
+        self.rpc_timeout = rpc_timeout
         self.init_method = init_method
         if isinstance(num_worker_threads, bool) or not isinstance(num_worker_threads, int):
             raise TypeError(f"num_worker_threads must be an integer, got {num_worker_threads!r}")
@@ -118,14 +118,43 @@ class RpcBackendOptions:
         self.num_worker_threads = num_worker_threads
         self.broker = broker
         self.job = job
-        self.init_timeout = None if init_timeout is None else check_timeout(init_timeout, "init_timeout")
+        self.init_timeout = (
+            None if init_timeout is None else check_timeout(init_timeout, "init_timeout")
+        )
         self.max_pending = max_pending
         self.local_value = local_value
         self.serve_after_exit = serve_after_exit
         self.allow_pickle = allow_pickle
         self.credit = credit
-        self.device_maps = device_maps or {}
-        self.devices = devices or []
+        self.device_maps: dict[str, dict[Any, Any]] = {}
+        self.devices: list[Any] = []
+        for worker, device_map in (device_maps or {}).items():
+            self.set_device_map(worker, device_map)
+        self.set_devices(devices or [])
+
+    def set_device_map(self, to: str, device_map: dict[Any, Any]) -> None:
+        """Which of our devices go to which of ``to``'s; so far none but an empty map is supported.
+
+        Raises:
+            ValueError: the map is not empty: move tensors to the CPU before sending them.
+        """
+        if device_map:
+            raise ValueError(
+                f"set_device_map({to!r}, ...): device maps are not supported; tensors travel over "
+                "the CPU. Move them there before sending (tensor.cpu())."
+            )
+
+    def set_devices(self, devices: list[Any]) -> None:
+        """The CUDA devices that calls use; so far none.
+
+        Raises:
+            ValueError: one of them is no CPU device.
+        """
+        for device in devices:
+            if str(device) != "cpu":
+                raise ValueError(
+                    f"set_devices: {device!r} is not supported; calls work on CPU tensors only."
+                )
 
     @property
     def rpc_timeout(self) -> float:
@@ -155,3 +184,16 @@ class RpcBackendOptions:
             f"{name.lstrip('_')}={value!r}" for name, value in sorted(vars(self).items())
         )
         return f"{type(self).__name__}({fields})"
+
+
+class TensorPipeRpcBackendOptions(RpcBackendOptions):
+    """torch's name for :class:`RpcBackendOptions`: everything by keyword, and two more that do nothing.
+
+    Args:
+        _transports: accepted and ignored.
+        _channels: accepted and ignored.
+        options: those of :class:`RpcBackendOptions`.
+    """
+
+    def __init__(self, *, _transports: Any = None, _channels: Any = None, **options: Any) -> None:
+        super().__init__(**options)

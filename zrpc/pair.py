@@ -214,6 +214,14 @@ class Pair:
         self.served[number] = served
         return served
 
+    def forget_peer(self) -> None:
+        """The peer is gone: nothing of it, and nothing for it, is kept.  Our calls are ended apart."""
+        self.served.clear()
+        self.outbox.clear()
+        self.streams.clear()
+        self.assemblies.clear()
+        self.unintroduced.clear()
+
     @property
     def is_full(self) -> bool:
         """Does the peer have so many calls here that new ones must be refused?"""

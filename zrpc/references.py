@@ -61,7 +61,7 @@ class Packing:
         self.operations: list[Any] = []
         self._seen: dict[int, tuple[Any, Any]] = {}
 
-    def encode_reference(self, rref: RRef) -> Any:
+    def encode_reference(self, rref: RRef[Any]) -> Any:
         """Called by the codec for each RRef that it meets."""
         seen = self._seen.get(id(rref))
         if seen is None:
@@ -166,7 +166,7 @@ class References:
         )
         #: Why the owner of an RRef is gone.
         self._ended: dict[int, str] = {}
-        self.dead_owners: dict[int, errors.OwnerDiedError] = {}
+        self.dead_owners: dict[int, str] = {}
 
     def begin(self, session: int) -> None:
         """The session is known."""
@@ -213,7 +213,7 @@ class References:
     def own(self, rref: RRefId) -> OwnedValue:
         """The entry of an RRef that lives here and that others know of, made if need be."""
         with self._agent.lock:
-            entry = self.ledger.owned_value(rref)
+            entry: OwnedValue | None = self.ledger.owned_value(rref)
             if entry is None:
                 entry = self._entries.get(rref) or OwnedValue(rref, self._agent.pool.submit)
                 self._entries[rref] = entry
@@ -239,7 +239,9 @@ class References:
         with self._agent.lock:
             return self.ledger.new_fork(owner)
 
-    def creation_done(self, result: list[Any] | None, value: Any, methods: list[str] | None) -> None:
+    def creation_done(
+        self, result: list[Any] | None, value: Any, methods: list[str] | None
+    ) -> None:
         """The function of a ``remote`` has returned."""
         if result is not None:
             entry = self._awaited((result[0][0], result[0][1]))
@@ -269,7 +271,7 @@ class References:
             self._ended[session] = f"{name!r} ({reason})"
         self.post(operations)
         if dead:
-            self.dead_owners[session] = errors.owner_died(name, "the RRef", reason)
+            self.dead_owners[session] = reason
         for entry in orphans:
             self._orphaned(entry)
 

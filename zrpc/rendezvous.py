@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-import torch.distributed as dist
+import torch.distributed
 
 from broker.machine import open_pidfd
 
@@ -42,6 +42,7 @@ from .errors import BrokerLostError, RpcTimeoutError
 from .options import DEFAULT_BROKER, DEFAULT_INIT_METHOD, RpcBackendOptions
 
 logger = logging.getLogger(__name__)
+_dist: Any = torch.distributed  # it exports what it offers only in part
 
 _static_count = itertools.count()
 _leftover: list[subprocess.Popen[bytes]] = []
@@ -109,7 +110,11 @@ class EmbeddedBroker:
             self._process.wait()
             raise BrokerLostError(
                 "The broker that this process started "
-                + (f"ended with code {code}" if code is not None else f"did not listen within {timeout:g} s")
+                + (
+                    f"ended with code {code}"
+                    if code is not None
+                    else f"did not listen within {timeout:g} s"
+                )
                 + "; its messages are above. Start one by hand with `zrpc broker` and give its address "
                 "(broker=..., or ZRPC_BROKER)."
             )
@@ -201,6 +206,14 @@ def meet(options: RpcBackendOptions, rank: int, world_size: int) -> Meeting:
     """
     address = options.address()
     if address is not None:
+        if world_size and rank < 0:
+            # As torch's env:// does: the launcher has said which rank this is.
+            if "RANK" not in os.environ:
+                raise ValueError(
+                    "init_rpc was given a world_size but no rank: rank parameter missing, and "
+                    "environment variable RANK expected, but not set."
+                )
+            rank = int(os.environ["RANK"])
         return Meeting(address, rank, world_size)
     if not world_size and options.init_method == DEFAULT_INIT_METHOD and not _has_environment():
         # Nothing says where to meet: then it is the broker that `zrpc broker` starts.
@@ -216,13 +229,17 @@ def meet(options: RpcBackendOptions, rank: int, world_size: int) -> Meeting:
     if world_size:
         store, rank, world_size = next(
             iter(
-                dist.rendezvous(options.init_method, rank=rank, world_size=world_size, timeout=limit)
+                _dist.rendezvous(
+                    options.init_method, rank=rank, world_size=world_size, timeout=limit
+                )
             )
         )
         prefix = f"zrpc/world/{next(_static_count)}"
-        return _meet_world(dist.PrefixStore(prefix, store), options, rank, world_size, timeout, limit)
-    store = dist._create_store_from_options(options, rank)  # type: ignore[attr-defined]
-    return _meet_any(dist.PrefixStore("zrpc/any", store), options, rank, timeout)
+        return _meet_world(
+            _dist.PrefixStore(prefix, store), options, rank, world_size, timeout, limit
+        )
+    store = _dist._create_store_from_options(options, rank)
+    return _meet_any(_dist.PrefixStore("zrpc/any", store), options, rank, timeout)
 
 
 def _meet_world(
@@ -253,9 +270,7 @@ def _meet_world(
     return meeting
 
 
-def _meet_any(
-    store: Any, options: RpcBackendOptions, rank: int, timeout: float | None
-) -> Meeting:
+def _meet_any(store: Any, options: RpcBackendOptions, rank: int, timeout: float | None) -> Meeting:
     end = None if timeout is None else time.monotonic() + timeout
     while True:
         number = store.add("number", 0)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .agent import Agent
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 _CREATION_TIMED_OUT = (
     "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node "
@@ -142,10 +143,15 @@ class RRef(Generic[T]):
         """
         if self._entry is not None:
             return self._wait_here(timeout)
-        self._check_creation()
-        return self._calling(
-            lambda member: self._agent.call_sync(member, builtin.fetch, (self._id,), None, timeout)
-        )
+        if self._creation is None or self._creation.done():
+            self._check_creation()
+            value: T = self._calling(
+                lambda member: self._agent.call_sync(
+                    member, builtin.fetch, (self._id,), None, timeout, f"to_here() of {self}"
+                )
+            )
+            return value
+        return self._wait_there(self.to_here_async(timeout))
 
     def fetch(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """The same as :meth:`to_here`: the value, synchronously."""
@@ -156,9 +162,35 @@ class RRef(Generic[T]):
         if self._entry is not None:
             return self._entry.future
         self._check_creation()
-        return self._calling(
-            lambda member: self._agent.call_async(member, builtin.fetch, (self._id,), None, timeout)
+        future: Future[T] = self._calling(
+            lambda member: self._agent.call_async(
+                member, builtin.fetch, (self._id,), None, timeout, f"to_here() of {self}"
+            )
         )
+        creation = self._creation
+        if creation is not None and not creation.done():
+            # A creation that times out, or whose owner dies, ends the wait for its value.
+            creation.add_done_callback(lambda done: self._creation_ended(future))
+        return future
+
+    def _creation_ended(self, future: Future[Any]) -> None:
+        try:
+            self._check_creation()
+        except errors.RpcError as error:
+            if not future.done():
+                future.cancel_with(error)
+
+    def _wait_there(self, future: Future[T]) -> T:
+        try:
+            return future.wait()
+        except errors.OwnerDiedError:
+            raise
+        except errors.WorkerLostError as error:
+            raise self._owner_error(error) from None
+        except BaseException:
+            if not future.done():  # Ctrl-C
+                future.cancel()
+            raise
 
     def local_value(self, timeout: float = 0.0) -> Any:
         """At the owner: the value itself, waiting until it is there.
@@ -185,9 +217,9 @@ class RRef(Generic[T]):
             )
         return LocalCopy(self.to_here_async(timeout or UNSET_RPC_TIMEOUT))
 
-    def _wait_here(self, timeout: float) -> Any:
+    def _wait_here(self, timeout: float) -> T:
         assert self._entry is not None
-        future = self._entry.future
+        future: Future[T] = self._entry.future
         if future.done():
             return future.value()
         limit, _ = self._agent.deadline_for(timeout)
@@ -280,10 +312,10 @@ class RRef(Generic[T]):
         agent = self._agent
         dead = agent.references.dead_owners.get(self._owner.session)
         if dead is not None:
-            raise errors.owner_died(self._owner.name, str(self), "it is gone")
+            raise errors.owner_died(self._owner.name, str(self), dead)
         return agent.directory.require(self._owner.session, self._owner.name)
 
-    def _calling(self, call: Callable[[Member], Any]) -> Any:
+    def _calling(self, call: Callable[[Member], S]) -> S:
         """Make a call to the owner; its loss is the owner's death."""
         self._agent.check_alive()
         try:
@@ -291,9 +323,14 @@ class RRef(Generic[T]):
         except errors.OwnerDiedError:
             raise
         except errors.WorkerLostError as error:
-            if error.remote or error.worker != self._owner.name:
-                raise
-            raise errors.owner_died(self._owner.name, str(self), str(error)) from None
+            raise self._owner_error(error) from None
+
+    def _owner_error(self, error: errors.WorkerLostError) -> errors.WorkerLostError:
+        """The loss of our owner is its death; that of anybody else is what it is."""
+        if error.remote or error.worker != self._owner.name:
+            return error
+        reason = self._agent.references.dead_owners.get(self._owner.session, "")
+        return errors.owner_died(self._owner.name, str(self), reason)
 
     def _fork_for(self, packing: Packing) -> list[Any]:
         agent = self._agent
@@ -332,7 +369,9 @@ class RRef(Generic[T]):
         )
 
     def __copy__(self) -> NoReturn:
-        raise RuntimeError("An RRef cannot be copied by copy.copy(); rref.copy(to) copies the value.")
+        raise RuntimeError(
+            "An RRef cannot be copied by copy.copy(); rref.copy(to) copies the value."
+        )
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__copy__()
@@ -358,12 +397,15 @@ class Proxy:
         def method(*args: Any, **kwargs: Any) -> Any:
             arguments = (rref._id, name, args, kwargs)
 
+            function = builtin.call_method
+            label = f"method {name!r} of {rref}"
+
             def call(member: Member) -> Any:
                 if kind == "rpc_sync":
-                    return agent.call_sync(member, builtin.call_method, arguments, None, timeout)
+                    return agent.call_sync(member, function, arguments, None, timeout, label)
                 if kind == "rpc_async":
-                    return agent.call_async(member, builtin.call_method, arguments, None, timeout)
-                return make_remote(agent, member, builtin.call_method, arguments, None, timeout)
+                    return agent.call_async(member, function, arguments, None, timeout, label)
+                return make_remote(agent, member, function, arguments, None, timeout, label)
 
             return rref._calling(call)
 
@@ -382,10 +424,11 @@ def make_remote(
     args: Any,
     kwargs: Any,
     timeout: float = UNSET_RPC_TIMEOUT,
+    label: str | None = None,
 ) -> RRef[Any]:
     """See :func:`zrpc.remote`."""
     agent.check_alive()
-    member = to if isinstance(to, Member) else agent.directory.resolve(to, agent._control_timeout())
+    member = to if isinstance(to, Member) else agent.directory.resolve(to, agent.control_timeout())
     rref: RRef[Any] = RRef.__new__(RRef)
     creation: Future[Any] = agent.new_future()
     by_name = isinstance(function, str) and ":" not in function
@@ -394,26 +437,34 @@ def make_remote(
         answer = None
         if error is None:
             try:
-                answer = agent.open_reply(assembly)
+                answer = agent.caller.open_reply(assembly)
             except BaseException as failure:
                 error = failure
         if creation.done():
             return
         if error is not None:
             creation.fail(error)
+            if rref._entry is not None and not rref._entry.future.done():
+                rref._entry.future.fail(error)
         else:
             creation.complete(answer)
 
     if member.session == agent.session:
         entry = agent.references.new_value()
-        rref._fill(agent, entry.id, None, agent.info, entry=entry, creation=creation, by_name=by_name)
-        agent.call_remote(member, function, args, kwargs, timeout, (entry.id, entry.id), finish)
+        rref._fill(
+            agent, entry.id, None, agent.info, entry=entry, creation=creation, by_name=by_name
+        )
+        agent.caller.call_remote(
+            member, function, args, kwargs, timeout, (entry.id, entry.id), finish, label
+        )
         return rref
     rref_id, fork, operations = agent.references.new_fork(member.session)
     rref._fill(agent, rref_id, fork, member.info, creation=creation, by_name=by_name)
     # Rule 1 of rref_ledger: the row goes to control before the message goes to data.
     agent.references.post(operations)
-    agent.call_remote(member, function, args, kwargs, timeout, (rref_id, fork), finish)
+    agent.caller.call_remote(
+        member, function, args, kwargs, timeout, (rref_id, fork), finish, label
+    )
     return rref
 
 
@@ -429,7 +480,16 @@ def rref_from_data(
         DecodeError: it is not of the form that it writes, or its fork was not announced.
     """
     try:
-        (rref_on, rref_number), (fork_on, fork_number), owner, name, rank, creator, minter, methods = data
+        (
+            (rref_on, rref_number),
+            (fork_on, fork_number),
+            owner,
+            name,
+            rank,
+            creator,
+            minter,
+            methods,
+        ) = data
         fork = (int(fork_on), int(fork_number))
         rref_id = (int(rref_on), int(rref_number))
         announced = forks.get(fork)

@@ -72,6 +72,7 @@ class Service:
         self._on_wake = on_wake
         self._outgoing: deque[bytes] = deque()
         self._requests: dict[int, Callable[[Any, Exception | None], None]] = {}
+        self._asked: dict[int, Message] = {}
         self._numbers = itertools.count(1)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._lock = threading.Lock()
@@ -126,12 +127,19 @@ class Service:
         if failure is not None:
             done(None, _as_error(failure))
         else:
-            self.post(build(number))
+            message = build(number)
+            self._asked[number] = message
+            self.post(message)
         return number
 
-    def request(
-        self, build: Callable[[int], Message], timeout: float | None, what: str
-    ) -> Any:
+    def ask_again(self) -> None:
+        """Send all open requests again: the broker that heard them is gone."""
+        with self._lock:
+            open_requests = [self._asked[n] for n in sorted(self._asked) if n in self._requests]
+        for message in open_requests:
+            self.post(message)
+
+    def request(self, build: Callable[[int], Message], timeout: float | None, what: str) -> Any:
         """Send a request and wait for the answer.
 
         Args:
@@ -159,6 +167,7 @@ class Service:
         finally:
             with self._lock:
                 self._requests.pop(number, None)
+                self._asked.pop(number, None)
         if not answered:
             raise RpcTimeoutError(
                 f"The broker did not answer within {timeout:g} s when asked to {what}. "
@@ -248,7 +257,8 @@ class Service:
             self._reader.close()
             self._writer.close()
             self.fail_requests(
-                self._failure or BrokerLostError("The agent has been shut down; nothing can be asked.")
+                self._failure
+                or BrokerLostError("The agent has been shut down; nothing can be asked.")
             )
 
     def _drain_wakes(self) -> None:
@@ -282,6 +292,7 @@ class Service:
         if isinstance(message, (messages.Answer, messages.Failure)):
             with self._lock:
                 done = self._requests.pop(message.request, None)
+                self._asked.pop(message.request, None)
             if done is None:
                 return
             if isinstance(message, messages.Answer):

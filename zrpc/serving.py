@@ -13,7 +13,6 @@ import contextvars
 import logging
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from . import callables, errors
 from .builtin import REGISTRATION_WAIT, Deferred
 from .codec import DecodeError, EncodeError
 from .context import CallInfo, handler_agent, handler_call
+from .exception_text import traceback_text
 from .pair import Pair, Served, Stage
 from .registry import Entry, public_methods
 
@@ -85,11 +85,9 @@ class Handler:
         if self._unwanted():
             return
         agent = self.agent
-        if agent.draining and not self.flags & Flag.REMOTE:
-            self._refuse(
-                errors.busy(
-                    agent.name, None, "it is leaving and takes no new calls", ran="no"
-                )
+        if agent.draining:
+            self.refuse(
+                errors.busy(agent.name, None, "it is leaving and takes no new calls", ran="no")
             )
             return
         self.served.stage = Stage.RUNNING
@@ -138,7 +136,9 @@ class Handler:
             else:
                 self.function = callables.display_name(function)
             if not callable(function):
-                raise TypeError(f"{self.function} is {type(function).__name__}, which is not callable.")
+                raise TypeError(
+                    f"{self.function} is {type(function).__name__}, which is not callable."
+                )
         except BaseException as error:
             self._fail(error, ran="no")
             return
@@ -246,11 +246,11 @@ class Handler:
             )
             return
         agent = self.agent
-        agent.async_started(self)
-        self.served.on_cancel = lambda: agent.async_ended(self)
+        agent.callee.async_started(self)
+        self.served.on_cancel = lambda: agent.callee.async_ended(self)
 
         def completed(done: Any) -> None:
-            agent.async_ended(self)
+            agent.callee.async_ended(self)
             try:
                 value = done.value()
             except BaseException as error:
@@ -272,7 +272,7 @@ class Handler:
 
     def _reply_value(self, value: Any) -> None:
         try:
-            self.agent.reply(self.pair, self.served, self.number, value, 0)
+            self.agent.callee.reply(self.pair, self.served, self.number, value, 0)
         except BaseException as error:
             if isinstance(error, EncodeError):
                 error = EncodeError(
@@ -281,7 +281,7 @@ class Handler:
                 )
             self._fail(error)
 
-    def _refuse(self, error: BaseException) -> None:
+    def refuse(self, error: BaseException) -> None:
         if self.opened is not None:
             self.opened.close()
             self.opened = None
@@ -292,14 +292,14 @@ class Handler:
         agent.count("errors")
         if self.result is not None:
             agent.references.creation_failed(self.result[0], error)
-        if isinstance(error, Exception) and ran == "yes" and agent.prints_errors:
-            text = "".join(traceback.format_exception(error))
+        if isinstance(error, Exception) and ran == "yes":
+            text = traceback_text(error, ("zrpc",))
             print(f"On {agent.info}:\n{text}", file=sys.stderr, flush=True)
         if isinstance(error, DecodeError):
             logger.warning(
                 "the arguments of a call from %s could not be read: %s", self.pair.member, error
             )
-        agent.reply_error(self.pair, self.served, self.number, error, self.function, ran)
+        agent.callee.reply_error(self.pair, self.served, self.number, error, self.function, ran)
 
 
 def _check_request(request: Any) -> tuple[Any, Any, Any]:

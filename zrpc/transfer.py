@@ -55,8 +55,8 @@ class Outgoing:
         "call",
         "cancelled",
         "deadline",
-        "flags",
         "first_size",
+        "flags",
         "index",
         "inline",
         "kind",
@@ -170,9 +170,7 @@ class Outgoing:
         """Bytes that the next message will be charged, before it is built."""
         if not self.started:
             return self.first_size
-        index, offset = (
-            self.again[0] if self.again else (self.order[self.index], self.offset)
-        )
+        index, offset = self.again[0] if self.again else (self.order[self.index], self.offset)
         return charge(1, min(PIECE_SIZE, _length(self.buffers[index]) - offset))
 
     def next_message(self) -> tuple[Header, list[Buffer], int]:
@@ -204,7 +202,17 @@ def _length(buffer: Buffer) -> int:
 class Assembly:
     """A request or reply that is being received."""
 
-    __slots__ = ("body", "buffers", "flags", "header", "lengths", "meta", "missing", "opened", "received")
+    __slots__ = (
+        "body",
+        "buffers",
+        "flags",
+        "header",
+        "lengths",
+        "meta",
+        "missing",
+        "opened",
+        "received",
+    )
 
     def __init__(self, header: Header, frames: Sequence[Any]) -> None:
         """Take in the first message.
@@ -295,7 +303,7 @@ class Assembly:
 
     def content(self) -> tuple[Buffer, list[Buffer]]:
         """Return the body and the buffers; each writable buffer is the caller's own."""
-        buffers = [memoryview(b) if isinstance(b, np.ndarray) else b for b in self.buffers]
+        buffers = [b.data if isinstance(b, np.ndarray) else b for b in self.buffers]
         if self.flags & Flag.BODY_IN_PIECES:
             return buffers[0], buffers[1:]
         return self.body, buffers

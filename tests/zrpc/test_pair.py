@@ -155,7 +155,9 @@ def test_taken_bytes_are_told_before_the_sender_runs_dry() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 1 << 32))
-def test_no_call_runs_twice_and_none_is_forgotten_under_duplication_and_reordering(seed: int) -> None:
+def test_no_call_runs_twice_and_none_is_forgotten_under_duplication_and_reordering(
+    seed: int,
+) -> None:
     """Requests and acknowledgements are copied and shuffled; what ran, ran once; live calls can run."""
     chance = random.Random(seed)
     caller, callee = Pair(2), Pair(1)

@@ -78,7 +78,7 @@ def test_each_work_runs_once_and_one_thread_reads_at_a_time(start) -> None:
 
 
 def test_never_more_handlers_than_the_limit_run_at_once(start) -> None:
-    wire, pool = start(3)
+    wire, _ = start(3)
     running = most = ended = 0
     lock = threading.Lock()
     gate = threading.Event()
@@ -105,7 +105,7 @@ def test_never_more_handlers_than_the_limit_run_at_once(start) -> None:
 
 
 def test_reading_goes_on_while_every_handler_is_busy(start) -> None:
-    wire, pool = start(1)
+    wire, _ = start(1)
     release, busy, read = threading.Event(), threading.Event(), threading.Event()
     wire.request(lambda: (busy.set(), release.wait(LIMIT)))
     assert busy.wait(LIMIT)

@@ -7,9 +7,10 @@ import time
 
 import pytest
 import torch
-from support.cluster import run_ranks
 
 import zrpc as rpc
+
+from support.cluster import run_ranks
 
 
 class Counter:
@@ -198,7 +199,7 @@ def _two_models(rank: int) -> None:
         rpc.register_model("b", linear())
     meet("registered")
     if rank == 0:
-        with pytest.raises(LookupError, match="'a'.*'b'"):
+        with pytest.raises(LookupError, match=r"'a'.*'b'"):
             rpc.get_model("w1")
     meet("done")
 
@@ -250,7 +251,6 @@ def _local_value(rank: int) -> None:
         v.tensor = v.tensor + 1
         v.tensor = v.tensor * 2
         assert torch.equal(v.wait().tensor, (torch.arange(4.0) + 1) * 2)
-        mine = rpc.RRef(v)
         value = [1, 2]
         mine = rpc.RRef(value)
         assert mine.local_value() is value
@@ -314,5 +314,3 @@ def test_init_method_is_a_keyword_and_other_backends_are_warned_about_once(tmp_p
             )
         assert rpc.rpc_sync("me", os.getpid) == os.getpid()
         rpc.shutdown()
-
-

@@ -47,7 +47,17 @@ def content(assembly: Assembly) -> tuple[bytes, list[bytes]]:
     return bytes(body), [bytes(buffer) for buffer in buffers]
 
 
-SIZES = [0, 1, 1000, 64 * 1024, INLINE_LIMIT, INLINE_LIMIT + 1, PIECE_SIZE, PIECE_SIZE + 1, 2 * PIECE_SIZE + 17]
+SIZES = [
+    0,
+    1,
+    1000,
+    64 * 1024,
+    INLINE_LIMIT,
+    INLINE_LIMIT + 1,
+    PIECE_SIZE,
+    PIECE_SIZE + 1,
+    2 * PIECE_SIZE + 17,
+]
 
 
 @pytest.mark.parametrize("body", [0, 10, INLINE_LIMIT + 1, PIECE_SIZE * 2 + 1])
@@ -128,18 +138,32 @@ def test_a_message_that_lies_about_itself_is_refused() -> None:
     meta = Meta(lengths=[1 << 39] * 4, inline=[])
     lie(Header(Kind.REQUEST, call=1, flags=Flag.META, index=4, offset=1), [meta.pack(), b"b", b""])
     meta = Meta(lengths=[10], inline=[0])
-    lie(Header(Kind.REQUEST, call=1, flags=Flag.META, index=1, offset=1), [meta.pack(), b"b", b"short"])
+    lie(
+        Header(Kind.REQUEST, call=1, flags=Flag.META, index=1, offset=1),
+        [meta.pack(), b"b", b"short"],
+    )
     meta = Meta(lengths=[10], inline=[3])
     lie(Header(Kind.REQUEST, call=1, flags=Flag.META, index=1, offset=1), [meta.pack(), b"b", b""])
     meta = Meta(lengths=[5, 5], inline=[0, 0])
-    lie(Header(Kind.REQUEST, call=1, flags=Flag.META, index=2, offset=1), [meta.pack(), b"b", b"0123456789"])
+    lie(
+        Header(Kind.REQUEST, call=1, flags=Flag.META, index=2, offset=1),
+        [meta.pack(), b"b", b"0123456789"],
+    )
 
 
 @pytest.mark.parametrize(
     ("index", "offset", "length"),
-    [(1, 0, PIECE_SIZE), (0, 1, PIECE_SIZE), (0, PIECE_SIZE, PIECE_SIZE), (0, 1 << 50, 1), (0, 0, 10)],
+    [
+        (1, 0, PIECE_SIZE),
+        (0, 1, PIECE_SIZE),
+        (0, PIECE_SIZE, PIECE_SIZE),
+        (0, 1 << 50, 1),
+        (0, 0, 10),
+    ],
 )
-def test_a_piece_outside_of_what_was_announced_is_refused(index: int, offset: int, length: int) -> None:
+def test_a_piece_outside_of_what_was_announced_is_refused(
+    index: int, offset: int, length: int
+) -> None:
     outgoing = Outgoing(Kind.REQUEST, 1, b"", [bytes(PIECE_SIZE + 10)])
     header, frames, _ = outgoing.next_message()
     assembly = Assembly(header, frames)
