@@ -244,7 +244,7 @@ class Future(_Base, Generic[T]):  # type: ignore[type-arg]
             self.fail(error or errors.call_cancelled(self.worker, self.function))
         return True
 
-    def cancel_with(self, error: BaseException) -> None:
+    def _cancel_with(self, error: BaseException) -> None:
         """End the call as :meth:`cancel` does, with an error of one's own."""
         with self._mutex:
             if self._state:

@@ -61,6 +61,7 @@ class EmbeddedBroker:
         self._data_port = "0"
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
+        self._descriptor: int | None = None
 
     def start(self, timeout: float = 20.0) -> str:
         """Start it; returns its address once it listens.
@@ -125,11 +126,12 @@ class EmbeddedBroker:
         """Start it again whenever it dies, from the agent's service thread."""
         process = self._process
         descriptor = open_pidfd(process.pid) if process is not None else None
+        self._descriptor = descriptor
         if descriptor is None:
             return
 
         def ended() -> None:
-            os.close(descriptor)
+            self._close_descriptor()
             if process is not None:
                 process.wait()
             if self._stopped:
@@ -148,8 +150,14 @@ class EmbeddedBroker:
         """It may end now: its last worker is about to leave."""
         self._stopped = True
 
+    def _close_descriptor(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
     def reap(self, timeout: float) -> None:
-        """Collect its exit status, if it ends within ``timeout`` seconds."""
+        """Collect its exit status, if it ends within ``timeout`` seconds; the service has ended."""
+        self._close_descriptor()
         if self._process is not None:
             try:
                 self._process.wait(timeout)

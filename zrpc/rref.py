@@ -178,7 +178,7 @@ class RRef(Generic[T]):
             self._check_creation()
         except errors.RpcError as error:
             if not future.done():
-                future.cancel_with(error)
+                future._cancel_with(error)
 
     def _wait_there(self, future: Future[T]) -> T:
         try:
@@ -281,6 +281,13 @@ class RRef(Generic[T]):
             f"rref.rpc_sync().{name}(...) calls a method on the owner; rref.to_here() fetches a copy."
         )
 
+    def _creation_ok(self) -> bool:
+        """False where the creation has failed; of an object by name, its answer is waited for."""
+        creation = self._creation
+        if creation is None or not self._by_name:
+            return True
+        return creation.exception() is None
+
     def _method_names(self) -> list[str] | None:
         if self._methods is None and self._by_name and self._creation is not None:
             answer = self._creation.wait()
@@ -346,7 +353,7 @@ class RRef(Generic[T]):
             self._owner.id,
             self._creator_rank,
             agent.info.id,
-            self._entry.methods if self._entry is not None else self._methods,
+            self._method_names() if self._creation_ok() else None,
         ]
 
     def _id_text(self) -> str:
