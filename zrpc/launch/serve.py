@@ -185,17 +185,38 @@ class _Drain:
         threading.Thread(target=self._run, name="zrpc-drain", daemon=True).start()
 
     def _run(self) -> None:
+        end = time.monotonic() + self._timeout
         try:
-            self.quiet = self._agent.drain(self._timeout)
+            self.quiet = self._agent.drain(self._timeout) and _replies_taken(self._agent, end)
         finally:
             os.close(self._end)
+
+
+def _replies_taken(agent: Agent, end: float) -> bool:
+    """Wait until callers have taken the replies given so far; False if not by ``end``.
+
+    A goodbye overtakes a large reply, and the callers would be told that we have left.
+    """
+    with agent.lock:
+        # Only these: whoever still calls gets refusals, which are replies too.
+        given = [(pair, number) for pair in agent.channel.pairs.values() for number in pair.served]
+    pause = 0.001
+    while True:
+        with agent.lock:
+            given = [(pair, number) for pair, number in given if number in pair.served]
+        if not given or agent.ended is not None:
+            return True
+        if time.monotonic() >= end:
+            return False
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.02)
 
 
 def _leave(service: Service, drained: _Drain) -> int:
     if not drained.quiet:
         _say(
-            f"worker {service.name!r} has ended while calls were still running: they took longer "
-            f"than the {service.drain:g} s of --drain"
+            f"worker {service.name!r} has ended while calls were still running, or replies under "
+            f"way: they took longer than the {service.drain:g} s of --drain"
         )
         return _end_at_once(FAILED)
     # Gracefully, so that the last replies leave; there is nothing else to wait for.
