@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import signal
 import subprocess
@@ -15,7 +16,9 @@ import psutil
 import pytest
 import torch
 
-from support.cluster import ForkServer, RankError, run_ranks
+import zrpc as rpc
+
+from support.cluster import Cluster, ForkServer, RankError, broker_process, run_ranks
 
 
 def double(rank: int, factor: int = 2) -> int:
@@ -231,3 +234,52 @@ def test_killed_server_takes_its_ranks_along_and_is_reported() -> None:
         ):
             assert time.monotonic() < end
             time.sleep(0.01)
+
+
+def ask_the_other(rank: int, factor: int) -> int:
+    return rpc.rpc_sync(f"w{1 - rank}", operator.mul, args=(rank, factor))
+
+
+def say_who_i_am(rank: int) -> tuple[str, int]:
+    info = rpc.get_worker_info()
+    rpc.shutdown()
+    return info.name, info.id
+
+
+def multiply_at(rank: int, names: list[str]) -> list[int]:
+    return [rpc.rpc_sync(name, operator.mul, args=(6, 7)) for name in names]
+
+
+def test_ranks_are_members_of_one_job() -> None:
+    assert run_ranks(ask_the_other, 2, 10) == [0, 10]
+
+
+def test_rank_may_shut_down_itself() -> None:
+    assert run_ranks(say_who_i_am, 2) == [("w0", 0), ("w1", 1)]
+
+
+def test_broker_process_answers_and_ends() -> None:
+    with broker_process() as address:
+        assert address.startswith("tcp://127.0.0.1:")
+        (pid,) = [child.pid for child in psutil.Process().children() if "broker" in child.cmdline()]
+        assert run_ranks(ask_the_other, 2, 10, options={"broker": address}) == [0, 10]
+    assert not psutil.pid_exists(pid)
+
+
+def test_broker_that_cannot_start_is_shown_with_its_log() -> None:
+    with (
+        pytest.raises(AssertionError, match=r"ended with code 2:\n.*nonsense"),
+        broker_process(bind="nonsense"),
+    ):
+        pass
+
+
+def test_cluster_serves_until_its_block_ends(fork_server: ForkServer) -> None:
+    with Cluster(fork_server, ["a", "b"]) as cluster:
+        pids = [cluster.pid(name) for name in cluster.names]
+        options = {"broker": cluster.address}
+        assert run_ranks(multiply_at, 1, ["a", "b"], options=options) == [[42, 42]]
+        cluster.kill("a")
+        with pytest.raises(RankError, match="could not find destination"):
+            run_ranks(multiply_at, 1, ["a"], options=options)
+    assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -91,8 +91,8 @@ def test_leaks_unwaited_child():
 def test_leaks_grandchild():
     # Its parent ends, so it is no descendant any more; seen by its mark with the module.
     code = "import time; time.sleep(600)"
-    subprocess.run(["sh", "-c", f"exec >/dev/null 2>&1; {sys.executable} -c '{code}' leaked-orphan &"],
-                   start_new_session=True)
+    command = f"exec >/dev/null 2>&1; {sys.executable} -c '{code}' leaked-orphan &"
+    subprocess.run(["sh", "-c", command], start_new_session=True)
 
 def test_leaks_segment():
     name = f"leaked-segment-{os.getpid()}"

@@ -407,7 +407,7 @@ class Ranks:
             self._server._wait(lambda: False, 0.3)
         text = [f"{self._labels[rank]} {self._how(rank)}" for rank in failed]
         text += [f"{self._labels[rank]} (pid {self.pids[rank]}) still ran {when}" for rank in hung]
-        for rank in [*failed, *hung]:
+        for rank in [*(rank for rank in failed if self.log(rank)), *hung]:
             title = "its log, with the stacks of its threads" if rank in hung else "its log"
             text.append(f"--- {self._labels[rank]}, {title}:\n{self.log(rank) or '(empty)'}")
         self._kill_all()

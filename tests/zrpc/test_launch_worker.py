@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from click.testing import CliRunner
 from launching import (
     LIMIT,
@@ -196,13 +197,15 @@ def test_a_worker_keeps_its_name_serves_and_drains_on_sigterm(
         assert "not unique" in second.stderr
         assert "Traceback" not in second.stderr
         assert rpc.rpc_sync("busy", max, args=(1, 2)) == 2
-        future = rpc.rpc_async("busy", time.sleep, args=(1.0,))
+        # More than may be under way at once, so it takes a while after its handler has ended.
+        large = 40_000_000
+        future = rpc.rpc_async("busy", lambda: (time.sleep(1.0), torch.ones(large))[1])
         time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         with pytest.raises(RuntimeError, match="leav"):
             rpc.rpc_sync("busy", max, args=(1, 2))
-        assert future.wait() is None
+        assert future.wait().sum() == large
         assert process.wait(LIMIT) == 0
 
 
