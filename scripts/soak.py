@@ -50,8 +50,12 @@ def broker_process() -> Iterator[tuple[str, int]]:
 def status(address: str) -> dict[str, Any]:
     """What `zrpc status --json` says."""
     output = subprocess.run(
-        [sys.executable, "-c", "from broker.cli import main; main()", "status", "--json"]
-        + ["--broker", address],
+        [
+            sys.executable,
+            "-c",
+            "from broker.cli import main; main()",
+            *("status", "--json", "--broker", address),
+        ],
         check=True,
         capture_output=True,
     ).stdout
@@ -74,7 +78,9 @@ def caller(
         f"w{rank}",
         rank=rank,
         world_size=processes,
-        rpc_backend_options=rpc.RpcBackendOptions(broker=address, rpc_timeout=300, num_worker_threads=4),
+        rpc_backend_options=rpc.RpcBackendOptions(
+            broker=address, rpc_timeout=300, num_worker_threads=4
+        ),
     )
     chance = random.Random(rank)
     pool = torch.randint(0, 256, (2 * largest,), dtype=torch.uint8)

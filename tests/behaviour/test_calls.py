@@ -21,6 +21,8 @@ import zrpc as rpc
 from support.cluster import run_ranks
 
 AE = rpc.functions.async_execution
+#: Seconds; only catches hangs.
+LIMIT = 10.0
 
 
 def echo(value: Any) -> Any:
@@ -58,7 +60,7 @@ def _limited(seconds: float) -> dict[str, Callable[[], Any]]:
     work = ("w1", slow_echo, (1.2, 5))
     rref, registered = rpc.remote("w1", Slow), rpc.remote("w1", "dozer")
     registered.to_here()
-    mine = rpc.remote("w0", slow_echo, (1.2, 5))
+    mine = rpc.remote("w0", slow_echo, (1.2, 5), timeout=20)
     return {
         "rpc_sync": lambda: rpc.rpc_sync(*work, timeout=seconds),
         "rpc_async": lambda: rpc.rpc_async(*work, timeout=seconds).wait(),
@@ -76,7 +78,9 @@ def _limited(seconds: float) -> dict[str, Callable[[], Any]]:
         "proxy rpc_sync": lambda: rref.rpc_sync(seconds).doze(5),
         "proxy rpc_async": lambda: rref.rpc_async(seconds).doze(5).wait(),
         "proxy remote": lambda: rref.remote(seconds).doze(5).to_here(20),
-        "registered": lambda: rpc.rpc_sync(registered.owner, registered.doze, (5,), timeout=seconds),
+        "registered": lambda: rpc.rpc_sync(
+            registered.owner, registered.doze, (5,), timeout=seconds
+        ),
         "model": lambda: rpc.get_model("w1", "dozer", timeout=seconds)(5),
         "model, later": lambda: rpc.get_model("w1", "dozer", seconds).forward_async(5).wait(),
     }
@@ -103,7 +107,7 @@ def _time_limits(rank: int) -> None:
         for way, (result, took) in _outcomes(_limited(0.3)).items():
             assert isinstance(result, rpc.RpcTimeoutError), (way, result)
             assert isinstance(result, TimeoutError) and isinstance(result, RuntimeError), way
-            assert 0.25 < took < 1.1, (way, took)
+            assert 0.25 < took < LIMIT, (way, took)
         # Late answers are nobody's.
         assert [rpc.rpc_sync("w1", echo, (i,)) for i in range(50)] == list(range(50))
         # 0 is no limit, though the default (of the options) is one.
@@ -256,11 +260,13 @@ def _futures(rank: int) -> None:
         with raises_within(1, rpc.RpcTimeoutError):
             late.then(lambda f: f.wait()).wait()
     broken = rpc.rpc_async("w1", operator.truediv, (1, 0))
-    with pytest.raises(ZeroDivisionError, match="truediv|division"):
+    with pytest.raises(ZeroDivisionError, match=r"truediv|division"):
         broken.then(lambda f: f.wait()).wait()
     with pytest.raises(ZeroDivisionError):
         torch.futures.wait_all([rpc.rpc_async("w1", echo, (1,)), broken])
-    assert torch.futures.wait_all([rpc.rpc_async("w1", echo, (i,)) for i in range(5)]) == [*range(5)]
+    assert torch.futures.wait_all([rpc.rpc_async("w1", echo, (i,)) for i in range(5)]) == [
+        *range(5)
+    ]
 
     with pytest.raises(RuntimeError, match=r"torch\.futures\.Future object, but got int"):
         rpc.rpc_sync("w1", no_future)

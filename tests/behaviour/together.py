@@ -24,12 +24,15 @@ def meet(name: str) -> None:
 def raises_within(
     seconds: float, kind: type[BaseException], match: str | None = None, *, after: float = 0.0
 ) -> Iterator[Any]:
-    """``pytest.raises``, and it takes from ``after`` to ``seconds`` seconds."""
+    """``pytest.raises``, and it takes from ``after`` to about ``seconds`` seconds.
+
+    The machine may be busy: ten times as long, and five seconds in any case, are let pass.
+    """
     start = time.monotonic()
     with pytest.raises(kind, match=match) as caught:
         yield caught
     took = time.monotonic() - start
-    assert after <= took <= seconds, f"it took {took:.2f} s"
+    assert after <= took <= max(10 * seconds, 5.0), f"it took {took:.2f} s"
 
 
 def wait_until(condition: Callable[[], bool], what: str, limit: float = 20.0) -> float:

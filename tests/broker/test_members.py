@@ -97,7 +97,10 @@ def test_a_name_that_no_worker_can_have_is_refused(name: str) -> None:
     house = House()
     connection = house.hello(name, connection=b"c")
     assert house.last(connection).code == "name"
-    assert "must match" in house.last(connection).text and "shorter than 128" in house.last(connection).text
+    assert (
+        "must match" in house.last(connection).text
+        and "shorter than 128" in house.last(connection).text
+    )
 
 
 def test_no_common_protocol_version_is_refused_and_says_whom_to_upgrade() -> None:
@@ -238,7 +241,9 @@ def test_an_unknown_name_lists_who_is_there_near_names_first() -> None:
     for name in ("ps", "aaa"):
         house.join(name)
     failure = house.resolve(a, worker="trainer2")
-    assert failure.code == "unknown" and "could not find destination name 'trainer2'" in failure.text
+    assert (
+        failure.code == "unknown" and "could not find destination name 'trainer2'" in failure.text
+    )
     assert failure.names[0] == "trainer1" and set(failure.names) == {"trainer1", "ps", "aaa"}
 
 
@@ -305,7 +310,9 @@ def test_a_session_is_not_taken_up_with_other_routing_ids() -> None:
     house = House()
     a = house.join("a")
     welcome = house.told[a][0]
-    house.hello("a", connection=b"c", resume=welcome.session, resume_tx=[b"x" * 16], resume_rx=b"y" * 16)
+    house.hello(
+        "a", connection=b"c", resume=welcome.session, resume_tx=[b"x" * 16], resume_rx=b"y" * 16
+    )
     assert house.last(b"c").code == "identity" and house.member(a).session == welcome.session
 
 
@@ -324,7 +331,9 @@ def test_a_session_that_was_declared_lost_is_not_taken_up_again() -> None:
     a = house.join("a")
     welcome = house.told[a][0]
     house.end(a)
-    house.hello("a", connection=b"c", resume=welcome.session, resume_tx=welcome.tx, resume_rx=welcome.rx)
+    house.hello(
+        "a", connection=b"c", resume=welcome.session, resume_tx=welcome.tx, resume_rx=welcome.rx
+    )
     assert house.last(b"c").code == "lost"
 
 

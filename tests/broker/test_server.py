@@ -15,11 +15,12 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from support.cluster import ROOT, environment
 
 from broker import messages
 from broker.protocol import pack_session
 from broker.status import ask_status
+
+from support.cluster import ROOT, environment
 
 LIMIT = 30
 
@@ -37,7 +38,9 @@ def zrpc(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def start(*arguments: str, module: bool = False) -> subprocess.Popen[str]:
-    command = ["-m", "broker"] if module else ["-c", "from broker.cli import main; main()", "broker"]
+    command = (
+        ["-m", "broker"] if module else ["-c", "from broker.cli import main; main()", "broker"]
+    )
     return subprocess.Popen(
         [sys.executable, *command, *arguments],
         stdout=subprocess.PIPE,
@@ -140,7 +143,9 @@ def test_the_command_line_and_the_broker_load_neither_torch_nor_zrpc() -> None:
         "bad = {'torch', 'numpy', 'zrpc', 'rich'} & set(sys.modules)\n"
         "assert not bad, bad\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment(), cwd=ROOT, timeout=LIMIT)
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env=environment(), cwd=ROOT, timeout=LIMIT
+    )
 
 
 def test_an_idle_broker_takes_less_than_60_mb(broker: str) -> None:
@@ -257,8 +262,19 @@ def test_a_stranger_on_the_data_port_gets_nothing_and_disturbs_nobody(broker: st
 def embedded(watch: int) -> tuple[subprocess.Popen[str], str]:
     reader, writer = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-c", "from broker.cli import main; main()", "broker"]
-        + ["--bind", "tcp://127.0.0.1:0", "--ready-fd", str(writer), "--watch-pid", str(watch), "--idle-exit"],
+        [
+            sys.executable,
+            "-c",
+            "from broker.cli import main; main()",
+            "broker",
+            "--bind",
+            "tcp://127.0.0.1:0",
+            "--ready-fd",
+            str(writer),
+            "--watch-pid",
+            str(watch),
+            "--idle-exit",
+        ],
         pass_fds=[writer],
         text=True,
         env=environment(),

@@ -238,7 +238,7 @@ def test_a_call_that_goes_on_does_not_keep_a_worker(
             process.send_signal(number)
             time.sleep(0.1)
         assert process.wait(LIMIT) == code
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 20
         assert not [pid for pid in family if alive(pid)]
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()

@@ -21,9 +21,9 @@ from .backoff import Backoff
 #: Seconds from SIGTERM to SIGKILL for ranks.
 TERMINATE_GRACE = 2.0
 #: Seconds from Ctrl-C to SIGKILL: all is gone within two.
-INTERRUPT_GRACE = 1.5
+INTERRUPT_GRACE = 1.2
 #: Seconds from Ctrl-C to SIGTERM for ranks that do not react to it.
-INTERRUPT_PATIENCE = 0.7
+INTERRUPT_PATIENCE = 0.8
 #: Seconds that a worker has beyond its time for draining.
 DRAIN_SLACK = 5.0
 #: Seconds that the helper has to end.
