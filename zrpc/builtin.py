@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import codec, errors
 from .context import handler_agent, handler_call
 from .futures import Future
+from .options import UNSET_RPC_TIMEOUT
 
 if TYPE_CHECKING:
     from .agent import Agent
@@ -188,7 +189,10 @@ def find_model(name: str | None) -> Any:
 
 def copy_here(rref: RRef[Any]) -> Any:
     """A copy of an RRef's value, made on this worker."""
-    value = rref.to_here()
+    call = handler_call.get()
+    # The limit is the copy's: where it has none, its fetch has none either.
+    unlimited = call is not None and call.deadline is None
+    value = rref.to_here(0.0 if unlimited else UNSET_RPC_TIMEOUT)
     if rref.is_owner():
         encoded = codec.encode(value)
         value = codec.decode(encoded.body, [bytearray(buffer) for buffer in encoded.buffers])

@@ -192,7 +192,7 @@ class RRef(Generic[T]):
                 future.cancel()
             raise
 
-    def local_value(self, timeout: float = 0.0) -> Any:
+    def local_value(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """At the owner: the value itself, waiting until it is there.
 
         Elsewhere this starts fetching a copy and returns a handle at once
@@ -201,21 +201,22 @@ class RRef(Generic[T]):
         ``RpcBackendOptions(local_value="strict")`` it raises there, as in torch.
 
         Args:
-            timeout: seconds to wait at the owner; default no limit.
+            timeout: seconds, 0 for no limit; default at the owner no limit, elsewhere that of
+                the options.
 
         Raises:
             RuntimeError: "strict", and this worker is not the owner.
             RpcTimeoutError: the value did not come in time.
         """
         if self._entry is not None:
-            return self._wait_here(timeout)
+            return self._wait_here(0.0 if timeout == UNSET_RPC_TIMEOUT else timeout)
         if self._agent.options.local_value == "strict":
             me = self._agent.info
             raise RuntimeError(
                 f"For UserRRef(rref_id={self._id_text()}, fork_id={self._fork_text()}), can't call "
                 f"localValue() on user {me}. Call it on owner {self._owner}"
             )
-        return LocalCopy(self.to_here_async(timeout or UNSET_RPC_TIMEOUT))
+        return LocalCopy(self.to_here_async(timeout))
 
     def _wait_here(self, timeout: float) -> T:
         assert self._entry is not None

@@ -246,8 +246,13 @@ def say_who_i_am(rank: int) -> tuple[str, int]:
     return info.name, info.id
 
 
-def multiply_at(rank: int, names: list[str]) -> list[int]:
-    return [rpc.rpc_sync(name, operator.mul, args=(6, 7)) for name in names]
+def multiply_at(rank: int, names: list[str], address: str) -> list[int]:
+    # Without a world: workers of a cluster come and go.
+    rpc.init_rpc("visitor", rpc_backend_options=rpc.RpcBackendOptions(broker=address))
+    try:
+        return [rpc.rpc_sync(name, operator.mul, args=(6, 7)) for name in names]
+    finally:
+        rpc.shutdown()
 
 
 def test_ranks_are_members_of_one_job() -> None:
@@ -277,9 +282,9 @@ def test_broker_that_cannot_start_is_shown_with_its_log() -> None:
 def test_cluster_serves_until_its_block_ends(fork_server: ForkServer) -> None:
     with Cluster(fork_server, ["a", "b"]) as cluster:
         pids = [cluster.pid(name) for name in cluster.names]
-        options = {"broker": cluster.address}
-        assert run_ranks(multiply_at, 1, ["a", "b"], options=options) == [[42, 42]]
+        address = cluster.address
+        assert run_ranks(multiply_at, 1, ["a", "b"], address, init=False) == [[42, 42]]
         cluster.kill("a")
         with pytest.raises(RankError, match="was lost"):
-            run_ranks(multiply_at, 1, ["a"], options=options)
+            run_ranks(multiply_at, 1, ["a"], address, init=False)
     assert not any(psutil.pid_exists(pid) for pid in pids)
