@@ -26,7 +26,7 @@ from broker import messages
 from broker.messages import Message
 
 from . import callables, codec, errors
-from .callee import Callee, end_served
+from .callee import Callee
 from .caller import Caller
 from .channel import DataChannel
 from .context import handler_call
@@ -216,8 +216,6 @@ class Agent:
         if pair is not None:
             with self.lock:
                 pair.lost = errors.worker_lost(name, None, reason)
-                for served in pair.served.values():
-                    end_served(served)
                 pair.forget_peer()
             self.caller.fail_all(pair, lambda call: call.lost_error(reason))
         self.references.session_ended(fate.session, name, reason)

@@ -116,7 +116,7 @@ class Callee:
         """The caller no longer wants that call."""
         served = pair.served.get(number)
         if served is not None and served.stage != Stage.DONE:
-            end_served(served)
+            served.end()
 
     # ------------------------------------------------------------ handlers with futures
 
@@ -221,11 +221,3 @@ class Callee:
                 # Something in it cannot be sent after all: then its plain parts alone.
                 if not allow_pickle:
                     raise
-
-
-def end_served(served: Served) -> None:
-    """Nobody waits for this call of a peer any more (the lock need not be held)."""
-    served.cancelled = True
-    served.assembly = None
-    if served.on_cancel is not None:
-        served.on_cancel()

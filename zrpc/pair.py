@@ -64,6 +64,13 @@ class Served:
         self.cancelled = False
         self.on_cancel: Any = None
 
+    def end(self) -> None:
+        """Nobody waits for it any more; what runs can see it, what has a hook is told."""
+        self.cancelled = True
+        self.assembly = None
+        if self.on_cancel is not None:
+            self.on_cancel()
+
 
 class Pair:
     """All that is between this session and the peer session ``session``."""
@@ -188,8 +195,12 @@ class Pair:
 
     def _forget(self, numbers: list[int]) -> None:
         for number in numbers:
-            if self.served.pop(number).forks:
+            served = self.served.pop(number)
+            if served.forks:
                 self.forgotten_forks.append(number)
+            if served.stage != Stage.DONE:
+                # The word that it was given up may have come before the call itself.
+                served.end()
 
     def receive_acknowledgement(self, acknowledgement: Acknowledgement) -> None:
         """Forget the calls that the peer has done with; their ids stay dead."""
@@ -216,6 +227,8 @@ class Pair:
 
     def forget_peer(self) -> None:
         """The peer is gone: nothing of it, and nothing for it, is kept.  Our calls are ended apart."""
+        for served in self.served.values():
+            served.end()
         self.served.clear()
         self.outbox.clear()
         self.streams.clear()

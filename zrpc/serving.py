@@ -248,6 +248,8 @@ class Handler:
         agent = self.agent
         agent.callee.async_started(self)
         self.served.on_cancel = lambda: agent.callee.async_ended(self)
+        if self.served.cancelled:  # in the meantime
+            agent.callee.async_ended(self)
 
         def completed(done: Any) -> None:
             agent.callee.async_ended(self)

@@ -78,6 +78,22 @@ def test_a_call_that_is_still_on_its_way_may_arrive_after_an_acknowledgement() -
     assert callee.admit(6) is None
 
 
+def test_an_unfinished_call_that_its_caller_has_done_with_is_told() -> None:
+    for how in ("mark", "acknowledgement", "loss"):
+        callee = Pair(1)
+        served = callee.admit(1)
+        assert served is not None
+        told: list[bool] = []
+        served.on_cancel = lambda told=told: told.append(True)
+        if how == "mark":
+            callee.receive(Header(Kind.CREDIT, mark=2))
+        elif how == "acknowledgement":
+            callee.receive_acknowledgement(Acknowledgement(1, []))
+        else:
+            callee.forget_peer()
+        assert served.cancelled and told == [True], how
+
+
 def test_an_older_acknowledgement_brings_nothing_back() -> None:
     callee = Pair(1)
     callee.receive_acknowledgement(Acknowledgement(10, []))
