@@ -58,7 +58,8 @@ Exit codes:
 @click.option(
     "--start",
     type=click.Choice(["fork", "spawn"]),
-    default="fork",
+    # Elsewhere than on Linux a fork of a process with system libraries loaded may crash.
+    default="fork" if sys.platform == "linux" else "spawn",
     show_default=True,
     help="Fork ranks from this process, or start a fresh Python for each.",
 )

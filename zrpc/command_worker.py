@@ -87,7 +87,8 @@ With --nproc and no --restart, the code of the first worker that died
 @click.option(
     "--start",
     type=click.Choice(["fork", "spawn"]),
-    default="fork",
+    # Elsewhere than on Linux a fork of a process with system libraries loaded may crash.
+    default="fork" if sys.platform == "linux" else "spawn",
     show_default=True,
     help="Fork workers from this process, or start a fresh Python for each.",
 )
