@@ -121,9 +121,9 @@ class Opened:
                 if owner == agent.session:
                     self._own.append(agent.references.own(rref))
                 with agent.lock:
-                    taken = agent.references.ledger.take(rref, owner, key)
-                if taken:
-                    operations += taken
+                    known = agent.references.ledger.holds(key)
+                    operations += agent.references.ledger.take(rref, owner, key)
+                if not known:  # else the message has come before, and its fork is somebody's
                     self._forks[key] = (rref, owner)
             agent.references.post(operations)
 
@@ -210,14 +210,21 @@ class References:
         self._entries[entry.id] = entry
         return entry
 
-    def own(self, rref: RRefId) -> OwnedValue:
-        """The entry of an RRef that lives here and that others know of, made if need be."""
+    def own(self, rref: RRefId, *, created: bool = False) -> OwnedValue:
+        """The entry of an RRef that lives here and that others know of, made if need be.
+
+        Args:
+            created: its creation has arrived; else this may be a placeholder for it.
+        """
         with self._agent.lock:
-            entry: OwnedValue | None = self.ledger.owned_value(rref)
+            entry: OwnedValue | None = self.ledger.owned_value(rref) or self._entries.get(rref)
             if entry is None:
-                entry = self._entries.get(rref) or OwnedValue(rref, self._agent.pool.submit)
-                self._entries[rref] = entry
-                self.ledger.create_owned(rref, entry)
+                entry = OwnedValue(rref, self._agent.pool.submit)
+            self._entries[rref] = entry
+            # False: nobody wants it any more.  The entry then goes with whoever uses it now.
+            self.ledger.create_owned(rref, entry, created)
+            operations = self.ledger.pending_operations()
+        self.post(operations)
         if rref[0] in self._ended:
             self._orphaned(entry)
         return entry
@@ -226,13 +233,16 @@ class References:
         """The entry into which the result of a ``remote`` goes; None if nobody wants it any more."""
         if rref[0] == self.ledger.session:
             return self._entries.get(rref)
-        return self.own(rref)
+        return self.own(rref, created=True)
 
     def readopt(self, entry: OwnedValue) -> None:
         """An RRef of ours is about to be forked: the ledger keeps its value from now on."""
         with self._agent.lock:
-            if self.ledger.owned_value(entry.id) is not entry:
+            if not self.ledger.create_owned(entry.id, entry):
+                # A free that had come in the meantime is overtaken by this fork.
                 self.ledger.create_owned(entry.id, entry)
+            operations = self.ledger.pending_operations()
+        self.post(operations)
 
     def new_fork(self, owner: int) -> tuple[RRefId, ForkId, list[Any]]:
         """Ids of a new RRef at ``owner`` and of our fork of it, and what to tell control."""

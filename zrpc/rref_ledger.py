@@ -95,6 +95,10 @@ class ReferenceLedger:
         """How many forks this session holds."""
         return len(self._held)
 
+    def holds(self, fork: ForkId) -> bool:
+        """Does this session hold that fork?"""
+        return fork in self._held
+
     @property
     def in_transit(self) -> int:
         """How many messages with forks are under way."""
