@@ -74,6 +74,8 @@ class Agent:
         self.world_size = 0
         self.default_timeout = options.rpc_timeout
         self.draining = False
+        #: The interpreter ends: threads that wait are not told, they end with it.
+        self.exiting = False
         self.ended: BaseException | None = None
         self.wheel = TimingWheel(time.monotonic())
         self.counters: Counter[str] = Counter()
@@ -264,6 +266,8 @@ class Agent:
                 return
             self.ended = error
             pairs = list(self.channel.pairs.values())
+        if self.exiting:
+            return
         for pair in pairs:
             self.caller.fail_all(pair, lambda call: error)
         self.service.fail_requests(error)
