@@ -112,6 +112,9 @@ class Agent:
                 "This process was forked from one that uses zrpc; sockets and threads do not "
                 "survive a fork. Call init_rpc in this process, under another name."
             )
+        if self.exiting and threading.current_thread() is not threading.main_thread():
+            # A daemon thread, in the last moments of the interpreter: it ends with it.
+            threading.Event().wait()
         if self.ended is not None:
             raise self.ended
 

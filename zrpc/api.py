@@ -182,7 +182,7 @@ def _stop_agent(agent: Agent, graceful: bool, timeout: float | None) -> None:
     try:
         agent.membership.leave(graceful, timeout)
     finally:
-        if current._current is agent:
+        if current._current is agent and not agent.exiting:
             current.set_agent(None)
         if meeting is not None:
             _let_go(meeting)
