@@ -355,7 +355,7 @@ def _at_exit() -> None:
         if serves:
             _serve_until_others_left(agent)
         # An error in a thread of the user's that still waits would be printed for nothing.
-        agent.exiting = True
+        agent.exiting = agent.service.exiting = True
         with _lock:
             _stop_agent(agent, False, None)
     except BaseException as error:

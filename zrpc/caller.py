@@ -254,6 +254,8 @@ class Caller:
         agent.count("calls")
         if failure is not None:
             packing.abandon()
+            if agent.ended is not None:
+                agent.check_alive()
             self._deliver(call.failed(failure))
             return
         if local:

@@ -81,7 +81,8 @@ class Service:
         self._writer.setblocking(False)
         self._sleeping_until = 0.0
         self._woken = False
-        self._ended = False
+        #: The interpreter ends: threads that wait for an answer end with it.
+        self.exiting = False
         self._failure: BaseException | None = None
         self._extra: dict[int, Callable[[], None]] = {}
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -195,6 +196,8 @@ class Service:
 
     def fail_requests(self, error: BaseException) -> None:
         """End all open requests, and those to come, with ``error``."""
+        if self.exiting:
+            return
         with self._lock:
             self._failure = error
             requests = list(self._requests.values())
@@ -252,7 +255,6 @@ class Service:
         except Exception:
             logger.exception("the service thread ended with an error that it did not expect")
         finally:
-            self._ended = True
             control.close(0)
             self._reader.close()
             self._writer.close()
