@@ -313,6 +313,8 @@ class RRef(Generic[T]):
                     limit=error.limit,
                     ran=error.ran,
                 )
+            if isinstance(error, errors.WorkerLostError):
+                raise self._owner_error(error)
             if isinstance(error, errors.RpcError) and not error.remote:
                 raise error
 

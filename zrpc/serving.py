@@ -9,6 +9,7 @@ since nobody waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import logging
 import sys
@@ -294,14 +295,25 @@ class Handler:
         agent.count("errors")
         if self.result is not None:
             agent.references.creation_failed(self.result[0], error)
-        if isinstance(error, Exception) and ran == "yes":
-            text = traceback_text(error, ("zrpc",))
-            print(f"On {agent.info}:\n{text}", file=sys.stderr, flush=True)
         if isinstance(error, DecodeError):
             logger.warning(
                 "the arguments of a call from %s could not be read: %s", self.pair.member, error
             )
-        agent.callee.reply_error(self.pair, self.served, self.number, error, self.function, ran)
+        try:
+            agent.callee.reply_error(self.pair, self.served, self.number, error, self.function, ran)
+        finally:
+            # After the reply: whatever becomes of the printing, the caller has its answer.
+            if isinstance(error, Exception) and ran == "yes":
+                _print_error(f"On {agent.info}:\n{traceback_text(error, ('zrpc',))}")
+
+
+def _print_error(text: str) -> None:
+    """On stderr, as torch does; what its encoding lacks is escaped, and a closed one is no harm."""
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(
+            text.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr, flush=True
+        )
 
 
 def _check_request(request: Any) -> tuple[Any, Any, Any]:
