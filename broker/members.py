@@ -14,6 +14,8 @@ Choices:
   a grace that ran out.  A worker that is silent while its connection lives may hold the
   GIL for a minute: it is not lost.
 * Meetings (:mod:`broker.gathers`) are apart; they are told who ended.
+* A broker that was started again knows nobody: what it cannot answer is held until those
+  who were there before have come back (:mod:`broker.recovery`).
 
 Rejected: leases that a worker renews (a busy interpreter misses them); broadcasting
 membership changes (quadratic).
@@ -25,13 +27,22 @@ import difflib
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from . import messages
-from .gathers import Gathers
+from .member import (
+    Action,
+    Job,
+    Member,
+    RemoveRoutes,
+    Send,
+    SessionEnded,
+    SetRoutes,
+    WatchProcess,
+)
 from .messages import Message
 from .protocol import PROTOCOL_MAXIMUM, PROTOCOL_MINIMUM
+from .recovery import Recovery
 
 _NAME = re.compile(r"^[A-Za-z0-9\-_:]{1,127}$")
 #: Seconds that the holder of a name has to answer before another may take it.
@@ -41,106 +52,6 @@ _LEFT = "has left"
 REMEMBERED = 1000
 #: Names that an error text lists.
 NAMES_SHOWN = 20
-
-
-@dataclass(slots=True)
-class Send:
-    """Send a control message to a connection."""
-
-    connection: bytes
-    message: Message
-
-
-@dataclass(slots=True)
-class SetRoutes:
-    """Let a session send and receive."""
-
-    session: int
-    tx: list[bytes]
-    rx: bytes
-
-
-@dataclass(slots=True)
-class RemoveRoutes:
-    """Cut a session off."""
-
-    session: int
-
-
-@dataclass(slots=True)
-class WatchProcess:
-    """Say when this process of ours ends."""
-
-    session: int
-    pid: int
-
-
-@dataclass(slots=True)
-class SessionEnded:
-    """A session has ended (for the RRef table and the shell)."""
-
-    job: str
-    session: int
-    worker: str
-    ending: str
-    reason: str
-
-
-Action = Send | SetRoutes | RemoveRoutes | WatchProcess | SessionEnded
-
-
-@dataclass(slots=True)
-class Member:
-    """A session that lives."""
-
-    session: int
-    connection: bytes
-    hello: messages.Hello
-    rank: int
-    tx: list[bytes]
-    rx: bytes
-    since: float
-    ready: bool = False
-    lingering: int = 0
-    suspect_since: float | None = None
-    watched: bool = False
-    counters: dict[str, int] = field(default_factory=dict)
-    subscribers: set[int] = field(default_factory=set)
-    watching: set[int] = field(default_factory=set)
-    contenders: list[tuple[float, bytes, messages.Hello]] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """The worker's name."""
-        return self.hello.worker
-
-    def as_map(self) -> dict[str, Any]:
-        """What resolvers get."""
-        hello = self.hello
-        return messages.member_map(
-            session=self.session,
-            worker=hello.worker,
-            rank=self.rank,
-            host=hello.host,
-            pid=hello.pid,
-            clock=hello.clock,
-            machine=hello.machine,
-            script=hello.script,
-        )
-
-
-@dataclass(slots=True)
-class Job:
-    """The members of one job."""
-
-    name: str
-    world_size: int
-    by_name: dict[str, Member] = field(default_factory=dict)
-    by_rank: dict[int, Member] = field(default_factory=dict)
-    started: bool = False
-    joined: int = 0  # sessions that it ever had
-    gathers: Gathers = field(default_factory=Gathers)
-    ended: OrderedDict[str, str] = field(default_factory=OrderedDict)
 
 
 class Membership:
@@ -179,6 +90,7 @@ class Membership:
         self._counter = 0
         self._fates: OrderedDict[int, messages.Fate] = OrderedDict()
         self._actions: list[Action] = []
+        self._recovery = Recovery()
 
     # ------------------------------------------------------------ joining
 
@@ -392,9 +304,25 @@ class Membership:
         member = Member(
             hello.resume, connection, hello, hello.rank, hello.resume_tx, hello.resume_rx, now
         )
+        self._recovery.begin(now)
         self._enter(job, member)
         if hello.was_ready:
             self._set_ready(job, member)
+            self._ask_again(now)
+
+    def _ask_again(self, now: float) -> None:
+        """Take up what could not be answered while the others had not come back."""
+        for session, message in self._recovery.take():
+            member = self.members.get(session)
+            if member is None:
+                continue
+            if isinstance(message, messages.Resolve):
+                self._resolve(member, message, now)
+            elif isinstance(message, messages.Gather):
+                self._gather(member, message, now)
+            elif isinstance(message, messages.Watch):
+                for other in message.sessions:
+                    self.watch_one(member, other, now)
 
     # ------------------------------------------------------------ ready
 
@@ -416,8 +344,12 @@ class Membership:
 
     # ------------------------------------------------------------ requests
 
-    def resolve(self, member: Member, request: messages.Resolve) -> list[Action]:
+    def resolve(self, member: Member, request: messages.Resolve, now: float) -> list[Action]:
         """Who is it?"""
+        self._resolve(member, request, now)
+        return self._done()
+
+    def _resolve(self, member: Member, request: messages.Resolve, now: float) -> None:
         job = self.jobs[member.hello.job]
         found: Member | None
         if request.session:
@@ -429,11 +361,11 @@ class Membership:
         else:
             found = job.by_rank.get(request.rank)
         if found is None or not (found.ready or found is member or request.session):
-            self._send(member.connection, self._unknown(job, request))
+            if not self._recovery.hold(member.session, request, now):
+                self._send(member.connection, self._unknown(job, request))
         else:
             self._subscribe(member, found)
             self._send(member.connection, messages.Answer(request.request, found.as_map()))
-        return self._done()
 
     def _unknown(self, job: Job, request: messages.Resolve) -> messages.Failure:
         names = sorted(m.name for m in job.by_name.values() if m.ready)
@@ -454,17 +386,19 @@ class Membership:
             text += f"; it was here and {ended}"
         return messages.Failure(request.request, "unknown", text, ordered[:NAMES_SHOWN])
 
-    def watch(self, member: Member, sessions: Iterable[int]) -> list[Action]:
+    def watch(self, member: Member, sessions: Iterable[int], now: float) -> list[Action]:
         """Tell ``member`` the fate of these."""
         for session in sessions:
-            self.watch_one(member, session)
+            self.watch_one(member, session, now)
         return self._done()
 
-    def watch_one(self, member: Member, session: int) -> None:
+    def watch_one(self, member: Member, session: int, now: float) -> None:
         """The same for one, as part of another event; its actions come with that one's."""
         other = self.members.get(session)
         if other is None or other.hello.job != member.hello.job:
             fate = self._fates.get(session)
+            if fate is None and self._recovery.hold(member.session, messages.Watch([session]), now):
+                return
             self._send(
                 member.connection,
                 fate or messages.Fate(session, "lost", "the broker does not know it"),
@@ -499,9 +433,16 @@ class Membership:
         self._send(member.connection, messages.Answer(request.request, missing[:1000]))
         return self._done()
 
-    def gather(self, member: Member, request: messages.Gather) -> list[Action]:
+    def gather(self, member: Member, request: messages.Gather, now: float) -> list[Action]:
         """It comes to a meeting."""
+        self._gather(member, request, now)
+        return self._done()
+
+    def _gather(self, member: Member, request: messages.Gather, now: float) -> None:
         job = self.jobs[member.hello.job]
+        complete = job.world_size and len(job.by_rank) == job.world_size
+        if not complete and self._recovery.hold(member.session, request, now):
+            return  # who takes part is not known yet
         if request.workers:
             wanted = set(request.workers)
         elif job.world_size:
@@ -521,7 +462,7 @@ class Membership:
                     sorted(job.by_name)[:NAMES_SHOWN],
                 ),
             )
-            return self._done()
+            return
         results = job.gathers.come(
             request.key,
             member.name,
@@ -533,7 +474,6 @@ class Membership:
         for name in sorted(gone):
             results += job.gathers.gone(name, job.ended[name])
         self._meetings(results)
-        return self._done()
 
     def leave_gather(self, member: Member, key: str) -> list[Action]:
         """It no longer waits there."""
@@ -618,11 +558,14 @@ class Membership:
                     "lost",
                     f"its connection closed and it did not come back within {self.grace:g} s",
                 )
+        if self._recovery.is_over(now):
+            self._ask_again(now)
         return self._done()
 
     def next_due(self) -> float | None:
         """When :meth:`due` has something to do."""
-        moments = [
+        moments = [] if self._recovery.due is None else [self._recovery.due]
+        moments += [
             member.contenders[0][0]
             if member.contenders
             else (member.suspect_since or 0) + self.grace

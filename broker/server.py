@@ -21,16 +21,16 @@ import zmq
 from . import __version__, messages
 from .addresses import Address
 from .machine import machine_identity, open_pidfd
-from .members import (
+from .member import (
     Action,
     Member,
-    Membership,
     RemoveRoutes,
     Send,
     SessionEnded,
     SetRoutes,
     WatchProcess,
 )
+from .members import Membership
 from .protocol import HIGH_WATER_MARK, MAX_FRAME_SIZE, ProtocolError
 from .references import ReferenceTables
 from .router import Router
@@ -303,15 +303,15 @@ class Broker:
         if isinstance(message, messages.Ready):
             self._act(membership.ready(member), now)
         elif isinstance(message, messages.Resolve):
-            self._act(membership.resolve(member, message), now)
+            self._act(membership.resolve(member, message, now), now)
         elif isinstance(message, messages.Watch):
-            self._act(membership.watch(member, message.sessions), now)
+            self._act(membership.watch(member, message.sessions, now), now)
         elif isinstance(message, messages.ListMembers):
             self._act(membership.list_members(member, message), now)
         elif isinstance(message, messages.WhoIsMissing):
             self._act(membership.who_is_missing(member, message), now)
         elif isinstance(message, messages.Gather):
-            self._act(membership.gather(member, message), now)
+            self._act(membership.gather(member, message, now), now)
         elif isinstance(message, messages.LeaveGather):
             self._act(membership.leave_gather(member, message.key), now)
         elif isinstance(message, messages.Linger):
@@ -341,8 +341,8 @@ class Broker:
             member.hello.job, member.session, message.operations, now
         )
         for owner in owners:
-            self.membership.watch_one(member, owner)
-        self._act(self.membership.watch(member, ()), now)
+            self.membership.watch_one(member, owner, now)
+        self._act(self.membership.watch(member, (), now), now)
         self._tell_references(told)
 
     def _tell_references(self, told: dict[int, list[messages.Message]]) -> None:

@@ -103,6 +103,9 @@ class Future(_Base, Generic[T]):  # type: ignore[type-arg]
             self._state = state
             waiters, self._waiters = self._waiters, []
             callbacks, self._callbacks = self._callbacks, []
+            # It leads to the call, and that back to us: left there, the value (and an RRef in
+            # it) would live until the garbage collector comes by.
+            self.on_cancel = None
         for waiter in waiters:
             waiter.release()
         if callbacks:
@@ -239,7 +242,8 @@ class Future(_Base, Generic[T]):  # type: ignore[type-arg]
             if self._state:
                 return False
             self._cancelled = True
-        error = self.on_cancel() if self.on_cancel is not None else None
+            on_cancel = self.on_cancel
+        error = on_cancel() if on_cancel is not None else None
         with contextlib.suppress(RuntimeError):  # its result came in the same moment
             self.fail(error or errors.call_cancelled(self.worker, self.function))
         return True
@@ -249,10 +253,11 @@ class Future(_Base, Generic[T]):  # type: ignore[type-arg]
         with self._mutex:
             if self._state:
                 return
+            on_cancel = self.on_cancel
         with contextlib.suppress(RuntimeError):
             self.fail(error)
-        if self.on_cancel is not None:
-            self.on_cancel()
+        if on_cancel is not None:
+            on_cancel()
 
     def cancelled(self) -> bool:
         """Was it ended by :meth:`cancel`?"""

@@ -178,12 +178,19 @@ def _lifetimes(rank: int) -> None:
         assert rpc.rpc_sync("w2", use_kept) == 300.0 and owned("w1") == 30
         rpc.rpc_sync("w2", drop_kept)
         wait_until(lambda: owned("w1") == 0, "the values' end")
-        # Dropped before anybody has answered, in a cycle, and in results that nobody reads.
+        # Dropped before anybody has answered, and in results that nobody reads: at once, not
+        # when the garbage collector comes by.
+        gc.disable()
         for _ in range(50):
             rpc.remote("w1", slow, (0.01, 1))
+            rpc.rpc_async("w1", give_back)
+            rpc.rpc_async("w1", give_back).then(lambda done: done.wait())
+        wait_until(lambda: owned("w1") == 0, "the values' end")
+        gc.enable()
+        # In a cycle: when it does.
+        for _ in range(50):
             cycle = [rpc.remote("w1", list)]
             cycle.append(cycle)  # type: ignore[arg-type]
-            rpc.rpc_async("w1", give_back)
         del cycle
         gc.collect()
         wait_until(lambda: owned("w1") == 0, "the values' end")

@@ -44,13 +44,21 @@ def wait_until(condition: Callable[[], bool], what: str, limit: float = 20.0) ->
     return time.monotonic() - start
 
 
+def brokers_of(pid: int | None = None) -> list[psutil.Process]:
+    """The embedded brokers that a process (default this one) has started, and that run."""
+    found = []
+    for child in psutil.Process(pid or os.getpid()).children():
+        try:
+            if is_running(child) and "--idle-exit" in child.cmdline():
+                found.append(child)
+        except psutil.NoSuchProcess:
+            pass  # it has ended meanwhile
+    return found
+
+
 def broker_of(pid: int | None = None) -> psutil.Process:
-    """The embedded broker that a process (default this one) has started."""
-    found = [
-        child
-        for child in psutil.Process(pid or os.getpid()).children()
-        if is_running(child) and "--idle-exit" in child.cmdline()
-    ]
+    """The one embedded broker of a process."""
+    found = brokers_of(pid)
     assert len(found) == 1, found
     return found[0]
 

@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 
 from broker import messages
-from broker.members import (
-    Membership,
-    RemoveRoutes,
-    Send,
-    SessionEnded,
-    SetRoutes,
-    WatchProcess,
-)
+from broker.member import RemoveRoutes, Send, SessionEnded, SetRoutes, WatchProcess
+from broker.members import Membership
 from broker.messages import Hello
 
 
@@ -61,7 +55,9 @@ class House:
         return [message.name for message in self.told.get(connection, [])]
 
     def resolve(self, connection: bytes, **what: Any) -> Any:
-        self.act(self.membership.resolve(self.member(connection), messages.Resolve(1, **what)))
+        self.act(
+            self.membership.resolve(self.member(connection), messages.Resolve(1, **what), self.now)
+        )
         return self.last(connection)
 
     def end(self, connection: bytes) -> None:
@@ -72,7 +68,7 @@ class House:
 
     def gather(self, connection: bytes, key: str, value: bytes = b"", **more: Any) -> None:
         request = messages.Gather(9, key, value, **more)
-        self.act(self.membership.gather(self.member(connection), request))
+        self.act(self.membership.gather(self.member(connection), request, self.now))
 
 
 def test_a_worker_is_welcomed_routed_and_started() -> None:
@@ -275,7 +271,7 @@ def test_watching_a_session_that_is_gone_or_was_never_there_answers_at_once() ->
     a, b = house.join("a"), house.join("b")
     session = house.member(b).session
     house.leave(b)
-    house.act(house.membership.watch(house.member(a), [session, 12345]))
+    house.act(house.membership.watch(house.member(a), [session, 12345], 0.0))
     assert [m.ending for m in house.told[a] if m.name == "Fate"] == ["left", "lost"]
 
 
@@ -324,6 +320,48 @@ def test_a_restarted_broker_takes_up_the_sessions_of_the_old_one() -> None:
     assert house.kinds(a) == ["Welcome", "Started"] and house.member(a).session == old
     house.hello("b", connection=b"c", rank=0, world_size=2, **{**ids, "resume": old + 1})
     assert house.last(b"c").code == "lost"
+
+
+def _back(house: House, name: str, rank: int, world_size: int = 0) -> bytes:
+    return house.hello(
+        name,
+        rank=rank,
+        world_size=world_size,
+        was_ready=True,
+        resume=3 << 32 | rank + 1,
+        resume_tx=[bytes([rank + 1]) * 16],
+        resume_rx=bytes([rank + 101]) * 16,
+    )
+
+
+def test_a_restarted_broker_says_who_is_unknown_only_when_all_had_time_to_come_back() -> None:
+    house = House()
+    a = _back(house, "a", 0)
+    assert house.resolve(a, worker="b").name == "Started"
+    house.now = 1.0
+    _back(house, "b", 1)
+    assert house.last(a).value["worker"] == "b"
+    house.resolve(a, worker="c")
+    house.act(house.membership.watch(house.member(a), [3 << 32 | 3], house.now))
+    assert house.last(a).value["worker"] == "b" and house.membership.next_due() == 3.0
+    house.now = 3.0
+    house.act(house.membership.due(house.now))
+    failure, fate = house.told[a][-2:]
+    assert failure.code == "unknown" and failure.names == ["a", "b"] and fate.ending == "lost"
+    assert house.membership.next_due() is None
+    assert house.resolve(a, worker="c").code == "unknown"
+
+
+def test_a_world_whose_broker_was_restarted_meets_when_all_are_back() -> None:
+    house = House()
+    a = _back(house, "a", 0, 3)
+    house.gather(a, "k", b"1", tolerant=True)
+    b = _back(house, "b", 1, 3)
+    house.gather(b, "k", b"2", tolerant=True)
+    assert house.kinds(a)[-1] == "Started"
+    c = _back(house, "c", 2, 3)
+    house.gather(c, "k", b"3", tolerant=True)
+    assert house.last(a).value == house.last(c).value == {"a": b"1", "b": b"2", "c": b"3"}
 
 
 def test_a_session_that_was_declared_lost_is_not_taken_up_again() -> None:
