@@ -43,22 +43,21 @@ class Callee:
 
         Its calls wait until then: whoever is answered is watched, so that its end is known.
         """
+        self._agent.directory.introduce(pair.session, lambda member: self.met(pair, member))
+
+    def met(self, pair: Pair, member: Member | None) -> None:
+        """We know now who a session is (None: it is gone), from control or since we call it."""
         agent = self._agent
-
-        def introduced(member: Member | None) -> None:
-            with agent.lock:
-                handlers, pair.unintroduced = pair.unintroduced, []
-                if member is None:
-                    pair.lost = errors.WorkerLostError("it was gone before it could be introduced")
-                    pair.served.clear()
-                    return
-                pair.member = member
-                pair.same_clock = bool(member.clock) and member.clock == agent.clock
-            for handler in handlers:
-                agent.pool.submit(handler.run, counted=True)
-
-        if pair.member is None:
-            agent.directory.introduce(pair.session, introduced)
+        with agent.lock:
+            handlers, pair.unintroduced = pair.unintroduced, []
+            if member is None:
+                pair.lost = errors.WorkerLostError("it was gone before it could be introduced")
+                pair.served.clear()
+                return
+            pair.member = member
+            pair.same_clock = bool(member.clock) and member.clock == agent.clock
+        for handler in handlers:
+            agent.pool.submit(handler.run, counted=True)
 
     def request_complete(self, pair: Pair, served: Served, assembly: Assembly) -> Work | None:
         """A request is whole: run it, or put it aside until its caller is known."""

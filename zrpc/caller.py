@@ -207,8 +207,7 @@ class Caller:
         if pair is None or pair.member is None:
             with agent.lock:
                 pair = agent.channel.pair(member.session)
-                pair.member = member
-                pair.same_clock = bool(member.clock) and member.clock == agent.clock
+            agent.callee.met(pair, member)
         return pair
 
     # ------------------------------------------------------------ sending

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from together import meet
+from together import meet, tell, wait_for, wait_until
 
 import zrpc as rpc
 
@@ -111,6 +111,32 @@ def _callbacks(rank: int) -> None:
 
 def test_callbacks_that_block_hold_up_nobody_and_threads_get_their_own_replies() -> None:
     run_ranks(_callbacks, 2)
+
+
+def _strangers(rank: int) -> None:
+    agent = rpc.current_agent()
+    if rank == 1:
+        # We know who w0 is, but have no pair with it; its call comes, and before control has
+        # said whose it is we call back.
+        rpc.get_worker_info("w0")
+        agent.directory.resolve("w0", 10.0)
+        held = threading.Event()
+        agent.call_at(0.0, lambda: held.wait(10) and None)
+        tell("ready")
+        wait_until(
+            lambda: any(p.unintroduced for p in agent.channel.pairs.values()), "the stranger's call"
+        )
+        future = rpc.rpc_async("w0", abs, args=(-1,))
+        held.set()
+        assert future.wait() == 1
+    else:
+        wait_for("ready")
+        assert rpc.rpc_sync("w1", max, args=(1, 2), timeout=10) == 2
+    meet("strangers")
+
+
+def test_two_that_call_each_other_for_the_first_time_at_once_are_both_answered() -> None:
+    run_ranks(_strangers, 2)
 
 
 def _full(rank: int) -> None:
