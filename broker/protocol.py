@@ -97,7 +97,7 @@ class Kind(enum.IntEnum):
     REPLY = 3  #: its result or error
     PIECE = 4  #: a part of a large buffer of a request or a reply
     CREDIT = 5  #: nothing but mark, taken and, in the body, an :class:`Acknowledgement`
-    PROBE = 6  #: what became of call N?
+    PROBE = 6  #: what became of these calls?  See :mod:`zrpc.probing` for the bodies
     STATE = 7  #: the answer to a probe
 
 
@@ -112,6 +112,8 @@ class Flag:
     REMOTE = 32  #: a request: keep the result, it is an RRef's value
     BODY_IN_PIECES = 64  #: the body is buffer 0 of the pieces
     NOT_RUN = 128  #: a reply: the call was refused before any of its code ran
+    ASK_BACK = 256  #: a probe: its sender may have lost replies, and wants to be asked too
+    TELL = 512  #: tell at once what you have taken; the sender's credit runs low
 
 
 HEADER = struct.Struct("!BBHIQQqQQQ")

@@ -13,9 +13,9 @@ from threading import Condition, Lock
 from typing import TYPE_CHECKING, Any
 
 from broker import messages
-from broker.protocol import Flag, Header, Kind, Meta
+from broker.protocol import Flag, Kind, Meta
 
-from . import builtin, callables, codec, errors
+from . import builtin, callables, codec, errors, probing
 from .calls import Call, FutureCall, SyncCall
 from .futures import Future
 from .options import UNSET_RPC_TIMEOUT, check_timeout
@@ -382,7 +382,7 @@ class Caller:
             return True
         with agent.lock:
             agent.wheel.add(call.key, now + PROBE_WAIT)
-            agent.channel.send_bare(pair, Header(Kind.PROBE, call=call.number))
+            agent.channel.send_bare(pair, Kind.PROBE, probing.question(call.number))
         return True
 
     def stage_told(self, pair: Pair, number: int, stage: int) -> None:

@@ -1,45 +1,32 @@
-"""The data channel of one agent: its tx and rx sockets, and the pairs behind them.
+"""The data channel of one agent: the pairs, and what is sent to them.
 
 Any thread sends, under the agent's lock, without ever blocking: what finds no credit or
 no room in the socket waits in its pair's outbox and goes when the peer has taken more.
-One thread at a time reads (:meth:`DataChannel.read` is the pool's reader).
+One thread at a time reads (:meth:`DataChannel.read` is the pool's reader); what it reads
+goes through :mod:`zrpc.receiving`.
 
-This is the thin shell: what may be sent, what a message means and what is forgotten is
-decided in :mod:`zrpc.pair` and :mod:`zrpc.transfer`.
+What may be sent, what a message means and what is forgotten is decided in
+:mod:`zrpc.pair`, :mod:`zrpc.transfer` and :mod:`zrpc.probing`; the sockets are
+:mod:`zrpc.data_sockets`.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
-from broker.protocol import (
-    FLAGS_LOW_BYTE,
-    FULL,
-    HEADER_SIZE,
-    HIGH_WATER_MARK,
-    MAX_FRAME_SIZE,
-    SESSION_SIZE,
-    Acknowledgement,
-    Flag,
-    Header,
-    Kind,
-    ProtocolError,
-    charge,
-    pack_session,
-    unpack_session,
-)
+from broker.protocol import Flag, Header, Kind, charge, pack_session
 
-from .pair import TELL_MARK, Pair, Served, Stage
-from .pool import PoolClosed, Work
-from .transfer import Assembly, Outgoing
-
-logger = logging.getLogger(__name__)
+from . import probing
+from .data_sockets import DataSockets, Sent
+from .pair import TELL_MARK, Pair
+from .pool import Work
+from .receiving import Events, Receiver, find_outgoing
+from .transfer import Outgoing
 
 #: Seconds after which a message that came back is sent again.
 RETRY_UNREACHABLE = 0.05
@@ -48,48 +35,16 @@ RETRY_FULL = 0.005
 MARK_DELAY = 0.1
 
 
-class Events(Protocol):
-    """What the channel tells its agent.  All are called without the lock held, by the reader."""
-
-    def message_arrived(self, assembly: Assembly) -> None:
-        """The first message of a request or reply is here (its references are to be taken)."""
-
-    def request_complete(self, pair: Pair, served: Served, assembly: Assembly) -> Work | None:
-        """A request is whole; returns the work that runs it."""
-
-    def reply_complete(self, pair: Pair, call: Any, assembly: Assembly) -> Work | None:
-        """A reply is whole; returns the work that completes its call, if it may block."""
-
-    def stage_told(self, pair: Pair, number: int, stage: int) -> None:
-        """The callee's answer to a probe: 0 unknown, else :class:`~zrpc.pair.Stage` + 1."""
-
-    def forks_forgotten(self, pair: Pair) -> None:
-        """The peer has done with replies that carried forks; the lock is held."""
-
-    def stranger(self, pair: Pair) -> None:
-        """A session that was not known has sent its first message; the lock is held."""
-
-
-def apply_socket_options(socket: zmq.Socket[bytes]) -> None:
-    """Set what ZeroMQ's defaults get wrong for us (see the design, section 8)."""
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.CONNECT_TIMEOUT, 4000)
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_SIZE)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-
-
 class DataChannel:
-    """Sockets and pairs.
+    """Pairs, and sending to them.
 
     Args:
         events: the agent.
         lock: the agent's lock.
         call_at: runs a function on the service thread at a moment.
         window: credit towards one peer, bytes.
+        sockets: default ZeroMQ's.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -98,23 +53,24 @@ class DataChannel:
         lock: threading.Lock,
         call_at: Callable[[float, Callable[[], None]], None],
         window: int,
+        sockets: DataSockets | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._events = events
         self._lock = lock
         self._call_at = call_at
         self._window = window
+        self._clock = clock
+        self.sockets = sockets or DataSockets()
+        self.receiver = Receiver(self, events, lock)
         self.pairs: dict[int, Pair] = {}
         self.session = 0
-        self._tx: list[zmq.Socket[bytes]] = []
-        self._rx: zmq.Socket[bytes] | None = None
-        self._closed = False
-        self._echoes: set[int] = set()
-        self._on_echo: Callable[[], None] | None = None
+        #: Routers whose echo has come back.
+        self.echoes: set[int] = set()
         self._mark_dirty: set[Pair] = set()
         self._mark_timer = False
-        self._complained: set[int] = set()
         self._refused: Header | None = None  # what the socket did not take
-        self.dropped = 0
+        self.reconnects = 0
+        self.close_rx = self.sockets.close_rx
 
     # ------------------------------------------------------------ sockets
 
@@ -125,52 +81,39 @@ class DataChannel:
         endpoints: list[str],
         tx_ids: list[bytes],
         rx_id: bytes,
-    ) -> None:
-        """Connect to each data router under the routing ids of the welcome."""
+        heartbeat: float,
+    ) -> list[zmq.Socket[bytes]]:
+        """Connect to each data router under the routing ids of the welcome; returns the monitors."""
         self.session = session
-        for endpoint, identity in zip(endpoints, tx_ids, strict=True):
-            tx = context.socket(zmq.DEALER)
-            apply_socket_options(tx)
-            tx.setsockopt(zmq.ROUTING_ID, identity)
-            tx.connect(endpoint)
-            self._tx.append(tx)
-        self._rx = rx = context.socket(zmq.DEALER)
-        apply_socket_options(rx)
-        rx.setsockopt(zmq.ROUTING_ID, rx_id)
-        for endpoint in endpoints:
-            rx.connect(endpoint)
+        return self.sockets.open(context, endpoints, tx_ids, rx_id, heartbeat)
 
     def send_echoes(self) -> bool:
         """Send to ourselves through each router whose echo has not come back; True when all have."""
         with self._lock:
-            missing = [i for i in range(len(self._tx)) if i not in self._echoes]
+            missing = [i for i in range(self.sockets.routers) if i not in self.echoes]
             for index in missing:
                 header = Header(Kind.ECHO, index=index)
-                try:
-                    self._tx[index].send(pack_session(self.session), zmq.SNDMORE | zmq.NOBLOCK)
-                    self._tx[index].send(header.pack(), zmq.NOBLOCK)
-                except zmq.Again:
-                    pass
+                self.sockets.send(index, pack_session(self.session), header.pack(), [], False)
         return not missing
 
     def close_tx(self) -> None:
         """Close the sending sockets; nothing is sent from then on."""
         with self._lock:
-            self._closed = True
-            for tx in self._tx:
-                tx.close(0)
+            self.sockets.close_tx()
 
     def set_linger(self, milliseconds: int) -> None:
         """How long what has been sent may still take to leave after the close."""
         with self._lock:
-            for tx in self._tx:
-                if not tx.closed:
-                    tx.setsockopt(zmq.LINGER, milliseconds)
+            self.sockets.set_linger(milliseconds)
 
-    def close_rx(self) -> None:
-        """Close the receiving socket; only by who sits in the reader's seat."""
-        if self._rx is not None:
-            self._rx.close(0)
+    def read(self) -> list[Work]:
+        """Take one message off the socket; returns the works that it makes.
+
+        Raises:
+            PoolClosed: the context has been terminated.
+        """
+        work = self.receiver.take_in(*self.sockets.receive())
+        return [work] if work is not None else []
 
     # ------------------------------------------------------------ sending (lock held)
 
@@ -218,7 +161,7 @@ class DataChannel:
     def _transmit(
         self, pair: Pair, outgoing: Outgoing | None, header: Header, frames: list[Any], size: int
     ) -> bool:
-        if self._closed or pair.lost is not None:
+        if pair.lost is not None:
             self._refused = header
             return False
         pair.stamp(header, size)
@@ -227,35 +170,29 @@ class DataChannel:
                 header.flags |= Flag.SAME_CLOCK
                 header.deadline = int(outgoing.deadline * 1e9)
             else:
-                header.deadline = max(1, int((outgoing.deadline - time.monotonic()) * 1e9))
-        tx = self._tx[pair.session % len(self._tx)]
-        large = bool(header.flags & Flag.LARGE)
-        try:
-            tx.send(pair.wire_name, zmq.SNDMORE | zmq.NOBLOCK)
-        except zmq.Again:
-            pair.position -= size
-            self._refused = header
-            self._call_at(time.monotonic() + RETRY_FULL, lambda: self._retry(pair))
-            return False
-        except zmq.ZMQError:
-            pair.position -= size
-            self._refused = header
-            return False
-        if not frames:
-            tx.send(header.pack(), zmq.NOBLOCK)
+                header.deadline = max(1, int((outgoing.deadline - self._clock()) * 1e9))
+        sent = self.sockets.send(
+            pair.session % self.sockets.routers,
+            pair.wire_name,
+            header.pack(),
+            frames,
+            bool(header.flags & Flag.LARGE),
+        )
+        if sent is Sent.OK:
             return True
-        tx.send(header.pack(), zmq.SNDMORE | zmq.NOBLOCK)
-        last = len(frames) - 1
-        for index, frame in enumerate(frames):
-            # Without a copy only where it pays (pyzmq copies below its own threshold).
-            tx.send(
-                frame, zmq.NOBLOCK if index == last else zmq.SNDMORE | zmq.NOBLOCK, copy=not large
-            )
-        return True
+        pair.position -= size
+        pair.told_taken = -1  # it was not told
+        self._refused = header
+        if sent is Sent.FULL:
+            self._call_at(self._clock() + RETRY_FULL, lambda: self._retry(pair))
+        return False
 
-    def send_bare(self, pair: Pair, header: Header) -> None:
-        """Send a message of nothing but its header (lock held); lost if it cannot go now."""
-        self._transmit(pair, None, header, [], charge(0, 0))
+    def send_bare(
+        self, pair: Pair, kind: Kind, body: bytes = b"", *, call: int = 0, flags: int = 0
+    ) -> None:
+        """Send a message that is not subject to credit; lost if it cannot go now."""
+        header = Header(kind, flags, call=call, offset=len(body))
+        self._transmit(pair, None, header, [body], charge(1, len(body)))
 
     def _retry(self, pair: Pair) -> None:
         with self._lock:
@@ -267,195 +204,46 @@ class DataChannel:
         """A call of ours has ended (lock held): its callee may forget it, soon or at once."""
         pair.unacknowledged_bytes += freed
         if pair.unacknowledged_bytes >= TELL_MARK:
-            self._tell(pair)
+            self.tell(pair)
             return
         self._mark_dirty.add(pair)
         if not self._mark_timer:
             self._mark_timer = True
-            self._call_at(time.monotonic() + MARK_DELAY, self._tell_marks)
+            self._call_at(self._clock() + MARK_DELAY, self._tell_marks)
 
     def _tell_marks(self) -> None:
         with self._lock:
             self._mark_timer = False
             dirty, self._mark_dirty = self._mark_dirty, set()
             for pair in dirty:
-                self._tell(pair)
+                self.tell(pair)
 
-    def _tell(self, pair: Pair) -> None:
+    def tell(self, pair: Pair) -> None:
+        """Tell the peer what we have taken, and which calls we have done with, if that is new."""
         acknowledgement = pair.acknowledgement()
         if acknowledgement is not None or pair.taken != pair.told_taken:
             body = acknowledgement.pack() if acknowledgement is not None else b""
-            header = Header(Kind.CREDIT, offset=len(body))
-            self._transmit(pair, None, header, [body], charge(1, len(body)))
+            self.send_bare(pair, Kind.CREDIT, body)
 
-    # ------------------------------------------------------------ receiving
+    # ------------------------------------------------------------ what came back
 
-    def read(self) -> list[Work]:
-        """Take one message off the socket; returns the works that it makes.
+    def came_back(self, session: int, header: Header, *, full: bool) -> None:
+        """The router could not hand on a message of ours: it has not been delivered.
 
-        Raises:
-            PoolClosed: the context has been terminated.
+        Args:
+            full: the peer's queue in the router is full; else it cannot be reached.
         """
-        rx = self._rx
-        assert rx is not None
-        try:
-            source = rx.recv()
-            head = rx.recv() if rx.getsockopt(zmq.RCVMORE) else b""
-            frames: list[Any] = []
-            if head and rx.getsockopt(zmq.RCVMORE):
-                large = len(head) == HEADER_SIZE and head[FLAGS_LOW_BYTE] & Flag.LARGE
-                frames = rx.recv_multipart(0, not large)
-        except zmq.ContextTerminated:
-            raise PoolClosed from None
-        except zmq.ZMQError:
-            if rx.closed or self._closed:
-                raise PoolClosed from None
-            raise
-        try:
-            work = self._take_in(source, head, frames)
-        except ProtocolError as error:
-            self._drop(source, str(error))
-            return []
-        return [work] if work is not None else []
-
-    def _drop(self, source: bytes, reason: str) -> None:
-        self.dropped += 1
-        session = unpack_session(source[-SESSION_SIZE:]) if len(source) >= SESSION_SIZE else 0
-        if session not in self._complained and len(self._complained) < 1000:
-            self._complained.add(session)
-            logger.warning(
-                "dropped a message of session %016x that breaks the protocol: %s "
-                "(further ones of this session are counted, not logged)",
-                session,
-                reason,
-            )
-
-    def _take_in(self, source: bytes, head: bytes, frames: list[Any]) -> Work | None:
-        header = Header.unpack(head)
-        if len(source) == SESSION_SIZE + 1:
-            self._came_back(source, header)
-            return None
-        if len(source) != SESSION_SIZE:
-            raise ProtocolError("a source that is no session")
-        session = unpack_session(source)
-        kind = header.kind
-        with self._lock:
-            if kind == Kind.ECHO:
-                if session == self.session:
-                    self._echoes.add(header.index)
-                return None
-            pair = self.pairs.get(session)
-            if pair is None:
-                pair = self.pair(session)
-                self._events.stranger(pair)
-            if pair.lost is not None:
-                return None
-            if pair.receive(header):
-                self.pump(pair)
-            if pair.should_tell_taken:
-                self._tell(pair)
-            if kind == Kind.CREDIT and header.offset and frames:
-                pair.receive_acknowledgement(Acknowledgement.unpack(_bytes(frames[0])))
-            if pair.forgotten_forks:
-                self._events.forks_forgotten(pair)
-            if kind == Kind.CREDIT:
-                return None
-            if kind == Kind.PROBE:
-                served = pair.served.get(header.call)
-                stage = served.stage + 1 if served is not None else 0
-                self.send_bare(pair, Header(Kind.STATE, index=stage, call=header.call))
-                return None
-        if kind == Kind.STATE:
-            self._events.stage_told(pair, header.call, header.index)
-            return None
-        if kind == Kind.REQUEST:
-            return self._take_request(pair, header, frames)
-        if kind == Kind.REPLY:
-            return self._take_reply(pair, header, frames)
-        if kind == Kind.PIECE:
-            return self._take_piece(pair, header, frames)
-        return None
-
-    def _take_request(self, pair: Pair, header: Header, frames: list[Any]) -> Work | None:
-        assembly = Assembly(header, frames)
-        with self._lock:
-            served = pair.admit(header.call)
-            if served is None:
-                known = pair.served.get(header.call)
-                if known is not None and known.stage == Stage.RECEIVING:
-                    known.assembly = assembly  # the sender has begun again
-                return None
-        self._events.message_arrived(assembly)
-        if assembly.complete:
-            return self._events.request_complete(pair, served, assembly)
-        served.assembly = assembly
-        return None
-
-    def _take_reply(self, pair: Pair, header: Header, frames: list[Any]) -> Work | None:
-        assembly = Assembly(header, frames)
-        # Also where it comes too late: its references are then dropped with it.
-        self._events.message_arrived(assembly)
-        if header.call not in pair.waiting:
-            return None
-        if assembly.complete:
-            return self._complete_reply(pair, assembly)
-        with self._lock:
-            if header.call in pair.waiting:
-                pair.assemblies[header.call] = assembly
-        return None
-
-    def _take_piece(self, pair: Pair, header: Header, frames: list[Any]) -> Work | None:
-        if len(frames) != 1:
-            raise ProtocolError(f"a piece of {len(frames)} frames")
-        if header.flags & Flag.OF_REPLY:
-            assembly = pair.assemblies.get(header.call)
-            if assembly is None:
-                return None
-            assembly.add_piece(header, frames[0])
-            return self._complete_reply(pair, assembly) if assembly.complete else None
-        served = pair.served.get(header.call)
-        if served is None or served.assembly is None:
-            return None
-        assembly = served.assembly
-        assembly.add_piece(header, frames[0])
-        if not assembly.complete:
-            return None
-        served.assembly = None
-        return self._events.request_complete(pair, served, assembly)
-
-    def _complete_reply(self, pair: Pair, assembly: Assembly) -> Work | None:
-        with self._lock:
-            call = pair.end_call(assembly.header.call)
-            if call is None:
-                return None
-            self.note_ended(pair, sum(assembly.lengths) + assembly.header.offset)
-        return self._events.reply_complete(pair, call, assembly)
-
-    def _came_back(self, source: bytes, header: Header) -> None:
-        session = unpack_session(source[1:])
         with self._lock:
             pair = self.pairs.get(session)
             if pair is None or pair.lost is not None:
                 return
             pair.returned(header.position)
-            outgoing = self._find_outgoing(pair, header)
+            outgoing = find_outgoing(pair, header)
             if outgoing is None or outgoing.cancelled:
                 self.pump(pair)
                 return
-            delay = RETRY_FULL if source[:1] == FULL else RETRY_UNREACHABLE
-            self._call_at(
-                time.monotonic() + delay, lambda: self._send_again(pair, outgoing, header)
-            )
-
-    def _find_outgoing(self, pair: Pair, header: Header) -> Outgoing | None:
-        of_reply = header.kind == Kind.REPLY or header.flags & Flag.OF_REPLY
-        if of_reply:
-            served = pair.served.get(header.call)
-            return served.reply if served is not None else None
-        if header.kind in (Kind.REQUEST, Kind.PIECE):
-            call = pair.waiting.get(header.call)
-            return call.outgoing if call is not None else None
-        return None
+            delay = RETRY_FULL if full else RETRY_UNREACHABLE
+            self._call_at(self._clock() + delay, lambda: self._send_again(pair, outgoing, header))
 
     def _send_again(self, pair: Pair, outgoing: Outgoing, header: Header) -> None:
         with self._lock:
@@ -473,6 +261,51 @@ class DataChannel:
                 pair.outbox.append(outgoing)
             self.pump(pair)
 
+    # ------------------------------------------------------------ probes
 
-def _bytes(frame: Any) -> bytes:
-    return frame if isinstance(frame, bytes) else bytes(frame.buffer)
+    def reconnected(self) -> None:
+        """A connection of ours was made anew: what was under way on the old one may be lost."""
+        with self._lock:
+            self.reconnects += 1
+            for pair in self.pairs.values():
+                # Also where nothing is known to be under way: its first call may be lost.
+                self.probe(pair)
+
+    def probe_old(self, age: float) -> None:
+        """Ask after calls that have waited for ``age`` seconds, and were not asked after since."""
+        with self._lock:
+            before = self._clock() - age
+            for pair in self.pairs.values():
+                oldest = next(iter(pair.waiting.values()), None)
+                if oldest is not None and max(oldest.started, pair.probed_at) < before:
+                    self.probe(pair)
+
+    def probe(self, pair: Pair, *, asked: bool = False) -> None:
+        """Ask what became of our calls to this peer, until it answers (lock held).
+
+        Args:
+            asked: it wants to be asked; then it is not asked to ask back.
+        """
+        if pair.session == self.session or pair.lost is not None:
+            return
+        running = pair.probe_pause > 0
+        pair.ask_back = not asked or (running and pair.ask_back)
+        pair.probe_pause = probing.FIRST_PAUSE
+        self._ask(pair)
+        if not running:
+            self._call_at(self._clock() + pair.probe_pause, lambda: self._ask_again(pair))
+
+    def _ask(self, pair: Pair) -> None:
+        pair.probed_at = self._clock()
+        flags = Flag.ASK_BACK if pair.ask_back else 0
+        for body in probing.questions(pair):
+            self.send_bare(pair, Kind.PROBE, body, flags=flags)
+
+    def _ask_again(self, pair: Pair) -> None:
+        with self._lock:
+            if not pair.probe_pause or pair.lost is not None or self.sockets.closed:
+                pair.probe_pause = 0.0
+                return
+            self._ask(pair)
+            pair.probe_pause = min(pair.probe_pause * 2, probing.LONGEST_PAUSE)
+            self._call_at(self._clock() + pair.probe_pause, lambda: self._ask_again(pair))

@@ -29,7 +29,7 @@ from broker.machine import clock_identity, machine_identity
 from broker.messages import Message
 
 from . import callables, errors
-from .channel import apply_socket_options
+from .data_sockets import apply_heartbeat, apply_socket_options, drain_monitor, monitor
 from .directory import Directory
 from .service import RequestFailed, Service
 from .worker_info import WorkerInfo
@@ -82,6 +82,7 @@ class Membership:
         self._welcomed = threading.Event()
         self._farewell = threading.Event()
         self._ready = False
+        self._was_connected = False
         self._leaving = False
         self._gathers: dict[str, itertools.count[int]] = {}
         self._last_heard = time.monotonic()
@@ -132,13 +133,13 @@ class Membership:
         control = self._context.socket(zmq.DEALER)
         apply_socket_options(control)
         control.setsockopt(zmq.ROUTING_ID, b"c" + secrets.token_bytes(15))
-        control.setsockopt(zmq.HEARTBEAT_IVL, 2500)
-        control.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
-        control.setsockopt(zmq.HEARTBEAT_TTL, 10000)
+        apply_heartbeat(control, 2.5, 10.0)
+        connections = monitor(self._context, control)
         try:
             control.connect(self.endpoint)
         except zmq.ZMQError as error:
             control.close(0)
+            connections.close(0)
             self._context.term()
             raise errors.BrokerLostError(
                 f"The broker's address {self.endpoint!r} cannot be dialled: {error}."
@@ -150,10 +151,24 @@ class Membership:
             name=f"zrpc-{agent.name}-service",
         )
         agent.directory = Directory(agent.service)
+        agent.service.watch_socket(connections, lambda: self._control_connected(connections))
         agent.service.start()
         for work in self._on_started:
             work(agent.service)
         agent.service.post(self._hello())
+
+    def _control_connected(self, connections: zmq.Socket[bytes]) -> None:
+        """Service thread: control has connected; again means that messages may be lost."""
+        count = drain_monitor(connections)
+        first, self._was_connected = not self._was_connected, True
+        if (count > 1 or not first) and not self._leaving:
+            self.agent.service.post(self._hello(resume=True))
+
+    def _data_connected(self, connections: zmq.Socket[bytes]) -> None:
+        """Service thread: the same of a data socket."""
+        drain_monitor(connections)
+        if self._ready:
+            self.agent.channel.reconnected()
 
     def _hello(self, resume: bool = False) -> messages.Hello:
         hello = messages.Hello(
@@ -205,13 +220,18 @@ class Membership:
     def _open_data(self, end: float | None) -> None:
         assert self._welcome is not None
         welcome, agent = self._welcome, self.agent
-        agent.channel.open(
+        monitors = agent.channel.open(
             self._context,
             welcome.session,
             [self._data_endpoint(port) for port in welcome.data],
             welcome.tx,
             welcome.rx,
+            welcome.heartbeat,
         )
+        for connections in monitors:
+            agent.service.watch_socket(
+                connections, lambda connections=connections: self._data_connected(connections)
+            )
         agent.pool.start()
         pause, limit = 0.001, time.monotonic() + 10.0
         while not agent.channel.send_echoes():
@@ -284,8 +304,9 @@ class Membership:
                 self._welcome = message
                 self._welcomed.set()
             else:
-                # Taken up again after the broker's restart: what was asked of the old one is asked anew.
+                # Taken up again: what was asked of the broker, or of others by way of it, may be lost.
                 self.agent.service.ask_again()
+                self.agent.channel.reconnected()
         elif isinstance(message, messages.Refused):
             self._let_broker_end()
             self._refused = message

@@ -9,7 +9,8 @@ A :class:`Pair` has two halves that share their messages:
   mark is dead for the life of the session.
 
 Credit is counted in positions (:mod:`broker.protocol`): we may send while
-``position - peer_taken`` stays below the window.  Pieces of large buffers stop at a
+``position - peer_taken`` stays below the window, and flag the message with which it is
+time for the peer to tell what it has taken.  Pieces of large buffers stop at a
 smaller window than whole messages, so that a small call never queues behind more than
 a few pieces.
 
@@ -27,15 +28,20 @@ import enum
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from broker.protocol import CREDIT_WINDOW, PIECE_SIZE, Acknowledgement, Header, pack_session
+from broker.protocol import (
+    CREDIT_WINDOW,
+    PIECE_SIZE,
+    Acknowledgement,
+    Flag,
+    Header,
+    pack_session,
+)
 
 if TYPE_CHECKING:
     from .transfer import Assembly, Outgoing
 
 #: Bytes of pieces under way towards one peer.
 PIECE_WINDOW = 4 * PIECE_SIZE
-#: Untold taken bytes after which we tell the peer at once.
-TELL_TAKEN = CREDIT_WINDOW // 8
 #: Bytes of replies that a moved mark frees at the callee, past which it is told at once.
 TELL_MARK = 1024 * 1024
 #: Calls of one caller that a callee keeps; more are refused, none is forgotten.
@@ -83,6 +89,7 @@ class Pair:
         self.unintroduced: list[Any] = []  # works that wait for control to say who it is
         self.window = window
         self.piece_window = min(PIECE_WINDOW, window)
+        self.tell_step = self.piece_window // 2
         self.lost: BaseException | None = None
         # our calls
         self.next_call = 1
@@ -105,6 +112,10 @@ class Pair:
         self.peer_highest = 0
         self.peer_still: set[int] = set()
         self.assemblies: dict[int, Assembly] = {}
+        # probes
+        self.probe_pause = 0.0  # seconds; 0: no question is open
+        self.probed_at = 0.0
+        self.ask_back = False
 
     # ------------------------------------------------------------ our calls
 
@@ -156,7 +167,11 @@ class Pair:
         """Write into ``header`` what every message repeats, and charge its size."""
         header.mark = self.told_mark = self.mark
         header.taken = self.told_taken = self.taken
+        before = self.position
         header.position = self.charge(size)
+        if before // self.tell_step != header.position // self.tell_step:
+            # The peer does not know our window: we say when it is time to tell.
+            header.flags |= Flag.TELL
         return header
 
     def returned(self, position: int) -> bool:
@@ -166,10 +181,9 @@ class Pair:
             return True
         return False
 
-    @property
-    def should_tell_taken(self) -> bool:
-        """Is it time to tell the peer by a message of its own what we have taken?"""
-        return self.taken - self.told_taken >= TELL_TAKEN
+    def probe_answered(self) -> None:
+        """No question is open any more."""
+        self.probe_pause = 0.0
 
     # ------------------------------------------------------------ the peer's side
 

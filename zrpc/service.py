@@ -85,6 +85,9 @@ class Service:
         self.exiting = False
         self._failure: BaseException | None = None
         self._extra: dict[int, Callable[[], None]] = {}
+        self._sockets: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        self._new_sockets: deque[tuple[zmq.Socket[bytes], Callable[[], None]]] = deque()
+        self._over = False
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -194,6 +197,24 @@ class Service:
 
         self.call_at(0.0, add)
 
+    def watch_socket(self, socket: zmq.Socket[bytes], work: Callable[[], None]) -> None:
+        """Run ``work`` on the service thread whenever ``socket`` can be read.
+
+        The socket belongs to that thread from now on, which closes it at the end.
+        """
+        with self._lock:
+            if not self._over:
+                self._new_sockets.append((socket, work))
+                socket = None  # type: ignore[assignment]
+        if socket is not None:
+            socket.close(0)
+        self.wake()
+
+    def post_all(self, several: list[Message]) -> None:
+        """Send control messages with no other between them."""
+        self._outgoing.extend([messages.encode(message) for message in several])
+        self.wake()
+
     def fail_requests(self, error: BaseException) -> None:
         """End all open requests, and those to come, with ``error``."""
         if self.exiting:
@@ -228,6 +249,10 @@ class Service:
                 for descriptor in self._extra.keys() - registered:
                     poller.register(descriptor, zmq.POLLIN)
                     registered.add(descriptor)
+                while self._new_sockets:
+                    socket, work = self._new_sockets.popleft()
+                    self._sockets[socket] = work
+                    poller.register(socket, zmq.POLLIN)
                 moments = [moment for moment in (wake, timer) if moment is not None]
                 until = min(moments) if moments else float("inf")
                 self._sleeping_until = until
@@ -242,6 +267,9 @@ class Service:
                 # Control first: it may say why a watched process is about to end.
                 if control in events:
                     self._receive_all()
+                for socket, work in list(self._sockets.items()):
+                    if socket in events:
+                        self._guard(work)
                 for descriptor in list(self._extra):
                     if descriptor in events:
                         poller.unregister(descriptor)
@@ -256,6 +284,10 @@ class Service:
             logger.exception("the service thread ended with an error that it did not expect")
         finally:
             control.close(0)
+            with self._lock:
+                self._over = True
+            for socket in (*self._sockets, *(new for new, _ in self._new_sockets)):
+                socket.close(0)
             self._reader.close()
             self._writer.close()
             self.fail_requests(

@@ -188,6 +188,32 @@ class Outgoing:
             self.offset = 0
         return message
 
+    def add_again(self, pieces: Sequence[tuple[int, int]]) -> bool:
+        """Give out these pieces once more; False where there is nothing to give.
+
+        Those that do not exist, or have not been given out yet, are left out.
+        """
+        given = set(self.again)
+        split = set(self.order)
+        for index, offset in pieces:
+            if (
+                index not in split
+                or offset % PIECE_SIZE
+                or not 0 <= offset < _length(self.buffers[index])
+                or (index, offset) in given
+                or not self._was_given(index, offset)
+            ):
+                continue
+            given.add((index, offset))
+            self.again.append((index, offset))
+        return bool(self.again)
+
+    def _was_given(self, index: int, offset: int) -> bool:
+        if self.index >= len(self.order):
+            return True
+        position = self.order.index(index)
+        return position < self.index or (position == self.index and offset < self.offset)
+
     def restart(self) -> None:
         """Begin again from the first message (it came back undelivered)."""
         self.started = False
@@ -295,6 +321,20 @@ class Assembly:
             target[offset : offset + length] = np.frombuffer(data, dtype=np.uint8)
         self.received.add((index, offset))
         self.missing -= 1
+
+    def missing_pieces(self, limit: int) -> list[tuple[int, int]]:
+        """Buffer and offset of up to ``limit`` pieces that have not come yet."""
+        missing: list[tuple[int, int]] = []
+        inline = set(self.meta.inline or ()) if self.meta is not None else set()
+        for index, length in enumerate(self.lengths):
+            if index in inline:
+                continue
+            for offset in range(0, length, PIECE_SIZE):
+                if (index, offset) not in self.received:
+                    missing.append((index, offset))
+                    if len(missing) >= limit:
+                        return missing
+        return missing
 
     @property
     def complete(self) -> bool:
