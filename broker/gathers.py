@@ -7,9 +7,12 @@ for those who wait, or, in a tolerant meeting, is not waited for.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+#: Meetings that ended before a restart of which the outcome is kept.
+REMEMBERED = 100
 #: Who waits: a session and the number of its request.
 Token = tuple[int, int]
 #: A map of values, or names of those who are gone and a sentence.
@@ -31,6 +34,7 @@ class Gathers:
 
     def __init__(self) -> None:
         self._meetings: dict[str, Meeting] = {}
+        self._finished: OrderedDict[str, dict[str, bytes]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._meetings)
@@ -49,6 +53,9 @@ class Gathers:
 
         ``wanted`` counts when the meeting begins; coming again replaces one's value.
         """
+        finished = self._finished.get(key)
+        if finished is not None:
+            return [(token, dict(finished))]
         meeting = self._meetings.get(key)
         if meeting is None:
             meeting = self._meetings[key] = Meeting(set(wanted), tolerant)
@@ -56,6 +63,19 @@ class Gathers:
         meeting.values[name] = value
         meeting.waiting[name] = token
         return self._check(key)
+
+    def finished(self, key: str, values: dict[str, bytes]) -> list[tuple[Token, Outcome]]:
+        """Somebody says that this meeting ended so, before this broker was started.
+
+        Who had not got its answer then comes again, or has come already.
+        """
+        self._finished[key] = values
+        while len(self._finished) > REMEMBERED:
+            self._finished.popitem(last=False)
+        meeting = self._meetings.pop(key, None)
+        if meeting is None:
+            return []
+        return [(token, dict(values)) for token in meeting.waiting.values()]
 
     def leave(self, key: str, name: str) -> None:
         """``name`` no longer waits; its value stays for the others."""

@@ -41,7 +41,7 @@ from .member import (
     WatchProcess,
 )
 from .messages import Message
-from .protocol import PROTOCOL_MAXIMUM, PROTOCOL_MINIMUM
+from .protocol import PROTOCOL_MAXIMUM, PROTOCOL_MINIMUM, ProtocolError
 from .recovery import Recovery
 
 _NAME = re.compile(r"^[A-Za-z0-9\-_:]{1,127}$")
@@ -52,6 +52,12 @@ _LEFT = "has left"
 REMEMBERED = 1000
 #: Names that an error text lists.
 NAMES_SHOWN = 20
+
+
+def ticket_words(job: str, worker: str, session: int, tx: list[bytes], rx: bytes) -> bytes:
+    """What a ticket signs: to whom a session belongs."""
+    parts = [job.encode(), worker.encode(), session.to_bytes(8, "big"), *tx, rx]
+    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
 
 
 class Membership:
@@ -65,6 +71,9 @@ class Membership:
         machine: this broker's :func:`~broker.machine.machine_identity`.
         heartbeat: seconds, told in the welcome.
         grace: seconds that a member may be unreachable before it is lost.
+        make_ticket: signs the words of a session, for the welcome.
+        check_ticket: whether a ticket is the signature of these words; default: anybody who
+            knows the routing ids may take up a session.
     """
 
     def __init__(
@@ -76,7 +85,11 @@ class Membership:
         machine: str = "",
         heartbeat: float = 10.0,
         grace: float = 10.0,
+        make_ticket: Callable[[bytes], bytes] | None = None,
+        check_ticket: Callable[[bytes, bytes], bool] | None = None,
     ) -> None:
+        self._make_ticket = make_ticket
+        self._check_ticket = check_ticket
         self.epoch = epoch
         self.ports = ports
         self.machine = machine
@@ -227,18 +240,21 @@ class Membership:
         return member
 
     def _enter(self, job: Job, member: Member) -> None:
+        self.by_connection[member.connection] = member
+        self._actions.append(SetRoutes(member.session, member.tx, member.rx))
+        self._register(job, member)
+        self._welcome(member)
+
+    def _register(self, job: Job, member: Member) -> None:
         self.ever_joined += 1
         job.joined += 1
         job.by_name[member.name] = member
         job.by_rank[member.rank] = member
         job.ended.pop(member.name, None)
         self.members[member.session] = member
-        self.by_connection[member.connection] = member
-        self._actions.append(SetRoutes(member.session, member.tx, member.rx))
         if self.machine and member.hello.machine == self.machine and member.hello.pid > 0:
             member.watched = True
             self._actions.append(WatchProcess(member.session, member.hello.pid))
-        self._welcome(member)
 
     def _welcome(self, member: Member) -> None:
         self._send(
@@ -252,63 +268,136 @@ class Membership:
                 data=self.ports,
                 heartbeat=self.heartbeat,
                 grace=self.grace,
+                ticket=self._make_ticket(
+                    ticket_words(
+                        member.hello.job, member.name, member.session, member.tx, member.rx
+                    )
+                )
+                if self._make_ticket is not None
+                else b"",
             ),
         )
 
     def _resume(self, connection: bytes, hello: messages.Hello, now: float) -> None:
         member = self.members.get(hello.resume)
-        if member is not None:
+        problem = None if self._may_resume(hello) else "this session belongs to another worker."
+        if member is not None and not member.ghost:
             if member.rx != hello.resume_rx or member.tx != hello.resume_tx:
-                self._send(
-                    connection,
-                    messages.Refused("identity", "this session belongs to another worker."),
-                )
+                problem = "this session belongs to another worker."
+            if problem is None:
+                self._take_up(member, connection)
                 return
-            self.by_connection.pop(member.connection, None)
-            member.connection = connection
-            member.suspect_since = None
-            self.by_connection[connection] = member
-            self._welcome(member)
+        elif member is None and hello.resume in self._fates:
+            reason = self._fates[hello.resume].reason
+            text = f"this session was ended: {reason}. Call init_rpc again."
+            self._send(connection, messages.Refused("lost", text))
             return
-        if hello.resume in self._fates:
-            fate = self._fates[hello.resume]
-            self._send(
-                connection,
-                messages.Refused(
-                    "lost", f"this session was ended: {fate.reason}. Call init_rpc again."
-                ),
-            )
+        if problem is not None:
+            self._send(connection, messages.Refused("identity", problem))
             return
+        self._come_back(member, connection, hello, now)
+
+    def _may_resume(self, hello: messages.Hello) -> bool:
+        """Is it who it says it is?  The welcome gave it a ticket that only a broker can write."""
+        if self._check_ticket is None:
+            return True
+        words = ticket_words(
+            hello.job, hello.worker, hello.resume, hello.resume_tx, hello.resume_rx
+        )
+        return self._check_ticket(words, hello.ticket)
+
+    def _take_up(self, member: Member, connection: bytes) -> None:
+        """It lives here, and its connection was made anew; what it said meanwhile may be lost."""
+        self.by_connection.pop(member.connection, None)
+        member.connection = connection
+        member.suspect_since = None
+        member.synced = False
+        member.announcing.clear()
+        self.by_connection[connection] = member
+        self._welcome(member)
+
+    def _come_back(
+        self, ghost: Member | None, connection: bytes, hello: messages.Hello, now: float
+    ) -> None:
+        """A session that a broker before this one has made."""
         problem = self._problem(hello)
         job = self.jobs.get(hello.job) or Job(hello.job, hello.world_size, started=True)
-        taken = hello.worker in job.by_name or hello.rank in job.by_rank
+        holders = [
+            holder
+            for holder in (job.by_name.get(hello.worker), job.by_rank.get(hello.rank))
+            if holder is not None and holder is not ghost
+        ]
         ids = [*hello.resume_tx, hello.resume_rx]
         if (
             problem is not None
-            or taken
+            or holders
             or len(hello.resume_tx) != len(self.ports)
             or any(len(item) != 16 or item[:1] == b"\0" for item in ids)
             or hello.resume >> 32 == self.epoch
         ):
-            self._send(
-                connection,
-                messages.Refused(
-                    "lost",
-                    problem[1]
-                    if problem
-                    else f"the session of worker {hello.worker!r} cannot be taken up. Call init_rpc again.",
-                ),
+            text = (
+                problem[1]
+                if problem
+                else (
+                    f"the session of worker {hello.worker!r} cannot be taken up. Call init_rpc again."
+                )
             )
+            self._send(connection, messages.Refused("lost", text))
             return
         self.jobs[job.name] = job
         member = Member(
             hello.resume, connection, hello, hello.rank, hello.resume_tx, hello.resume_rx, now
         )
+        member.synced = False
+        if ghost is not None:
+            member.subscribers, member.contenders = ghost.subscribers, ghost.contenders
         self._recovery.begin(now)
         self._enter(job, member)
         if hello.was_ready:
             self._set_ready(job, member)
             self._ask_again(now)
+
+    def announced(self, member: Member, parts: list[messages.Announce], now: float) -> list[Action]:
+        """It has said what it knows: whom it has met, and how its last meetings ended."""
+        member.synced = True
+        member.sequence = parts[-1].sequence
+        job = self.jobs[member.hello.job]
+        for part in parts:
+            for key, values in part.gathers:
+                if not isinstance(key, str) or not isinstance(values, dict):
+                    raise ProtocolError("an announced meeting that is not [key, values]")
+                self._meetings(job.gathers.finished(key, values))
+            if self._recovery.is_on(now):
+                for peer in part.peers:
+                    self._enter_ghost(job, member, peer, now)
+        return self._done()
+
+    def _enter_ghost(self, job: Job, teller: Member, peer: dict[str, Any], now: float) -> None:
+        """Another that was there before: waited for as one whose connection was cut."""
+        try:
+            session, name, rank = peer["session"], peer["worker"], peer["rank"]
+            hello = messages.Hello(
+                worker=name,
+                job=job.name,
+                rank=rank,
+                world_size=job.world_size,
+                **{key: peer[key] for key in ("pid", "host", "machine", "clock", "script")},
+            )
+            messages.encode(hello)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"an announced peer that cannot be read: {error}") from None
+        if (
+            session in self.members
+            or session in self._fates
+            or session >> 32 == self.epoch
+            or self._problem(hello) is not None
+            or name in job.by_name
+            or rank in job.by_rank
+        ):
+            return
+        ghost = Member(session, b"", hello, rank, [], b"", now, ready=True, ghost=True)
+        ghost.suspect_since = now
+        self._register(job, ghost)
 
     def _ask_again(self, now: float) -> None:
         """Take up what could not be answered while the others had not come back."""
@@ -441,7 +530,10 @@ class Membership:
     def _gather(self, member: Member, request: messages.Gather, now: float) -> None:
         job = self.jobs[member.hello.job]
         complete = job.world_size and len(job.by_rank) == job.world_size
-        if not complete and self._recovery.hold(member.session, request, now):
+        absent = any(other.ghost for other in job.by_name.values())
+        if (absent or not complete) and self._recovery.hold(
+            member.session, request, now, patience=self.grace if job.world_size else 0.0
+        ):
             return  # who takes part is not known yet
         if request.workers:
             wanted = set(request.workers)
@@ -561,6 +653,14 @@ class Membership:
         if self._recovery.is_over(now):
             self._ask_again(now)
         return self._done()
+
+    def shift(self, seconds: float) -> None:
+        """This broker did not run for so long (its machine slept): nobody's time passed."""
+        for member in self.members.values():
+            if member.suspect_since is not None:
+                member.suspect_since += seconds
+            member.contenders = [(t + seconds, c, h) for t, c, h in member.contenders]
+        self._recovery.shift(seconds)
 
     def next_due(self) -> float | None:
         """When :meth:`due` has something to do."""

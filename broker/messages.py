@@ -12,7 +12,7 @@ A worker's life on this channel::
     (dials the data routers, sees its own echo come back)
     Ready ->            <- Started (at once, or when the whole world is there)
     Resolve, Watch, References, Gather, Cancel, Report ... ->
-                        <- Answer, Failure, Fate, Freed, OwnersDied, Cancelled, Ping ...
+                        <- Answer, Failure, Fate, Freed, Confirm, OwnersDied, Cancelled, Ping ...
     Goodbye ->          <- Farewell
 
 Requests carry a number that their :class:`Answer` or :class:`Failure` repeats.
@@ -62,7 +62,8 @@ class Hello(Message):
     names the kernel and process-id namespace (two processes of one ``machine`` can
     watch each other by pid), ``clock`` the kernel whose CLOCK_MONOTONIC is read.
     ``script`` is the digest of the program file.  ``resume`` is the session to take up
-    again after a reconnect, with the routing ids that belong to it.
+    again after a reconnect, with the routing ids that belong to it, and the ticket of its
+    welcome.
     """
 
     worker: str
@@ -80,6 +81,7 @@ class Hello(Message):
     resume: int = 0
     resume_tx: list[bytes] = field(default_factory=list)
     resume_rx: bytes = b""
+    ticket: bytes = b""
     was_ready: bool = False
 
 
@@ -174,11 +176,35 @@ class References(Message):
     """RRef bookkeeping, in order; see :mod:`broker.rref_table` for the rules.
 
     Each operation is ``["add", rref, owner, fork, type, made_at]``,
-    ``["take", rref, owner, fork]`` or ``["drop", rref, owner, fork]``; ``rref`` and
-    ``fork`` are ``[session, number]``.
+    ``["take", rref, owner, fork]``, ``["drop", rref, owner, fork]`` or
+    ``["give", rref, owner, fork, receiver]``; ``rref`` and ``fork`` are ``[session, number]``.
+    ``sequence`` counts these messages of a session: after a gap they are not listened to
+    until the session has announced itself (:class:`Announce`).
     """
 
     operations: list[list[Any]]
+    sequence: int = 0
+
+
+@_message
+@dataclass(slots=True)
+class Announce(Message):
+    """All that control must know of me, after words may have been lost; may come in parts.
+
+    ``forks`` holds ``[rref, owner, fork, held]`` of all forks that I hold, or have minted and
+    sent; ``owned`` the RRefs of mine that others may hold; ``minted`` the next number that I
+    shall mint; ``sequence`` that of my last :class:`References`.  ``peers`` holds the members
+    that I know (:func:`member_map`), ``gathers`` the last meetings that have ended for me,
+    ``[key, {name: value}]``: a broker that was started again learns from them.
+    """
+
+    forks: list[list[Any]] = field(default_factory=list)
+    owned: list[list[int]] = field(default_factory=list)
+    minted: int = 0
+    sequence: int = 0
+    peers: list[dict[str, Any]] = field(default_factory=list)
+    gathers: list[list[Any]] = field(default_factory=list)
+    more: bool = False
 
 
 @_message
@@ -223,7 +249,9 @@ class Welcome(Message):
 
     ``tx`` holds the routing id for each data router, ``rx`` the one for the receiving
     socket; both are secrets.  ``data`` holds each router's port (or ipc path); the host
-    is the one that the worker dialled for control.
+    is the one that the worker dialled for control.  ``ticket`` proves, also to a broker that
+    was started again, that the session is this worker's.  ``heartbeat`` and ``grace`` are
+    seconds: how long a connection may be silent, and a worker unreachable.
     """
 
     session: int
@@ -234,6 +262,7 @@ class Welcome(Message):
     data: list[str]
     heartbeat: float = 10.0
     grace: float = 10.0
+    ticket: bytes = b""
 
 
 @_message
@@ -312,6 +341,14 @@ class Freed(Message):
     """Nobody holds these RRefs of yours any more: ``[rref, highest mint number seen of you]`` each."""
 
     rrefs: list[list[Any]]
+
+
+@_message
+@dataclass(slots=True)
+class Confirm(Message):
+    """Do you hold these forks?  ``[rref, owner, fork]`` each; say take, or take and drop."""
+
+    forks: list[list[Any]]
 
 
 @_message

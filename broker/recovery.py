@@ -1,10 +1,10 @@
 """The first seconds of a broker that took the place of one that died.  Pure.
 
 It knows nobody, and its clients come back one after another: those that were connected
-reconnect within half a second, and hear that they are unknown when they next say something.
-Until then "who is w1?" has no answer: "nobody" would be wrong.  So what cannot be answered
-is held, asked again whenever somebody has come back, and answered for good when the time is
-over.
+reconnect within half a second, others when their network lets them.  Until then "who is
+w1?" has no answer: "nobody" would be wrong.  So what cannot be answered is held, asked
+again whenever somebody has come back, and answered for good when the time is over.  Who
+comes back tells whom it knew: those are waited for as if their connection was cut.
 
 A broker knows that it is such a one by the first client that takes up a session which it
 has not made.  Rejected: a file that says so (it would be there, or not, for other reasons).
@@ -33,31 +33,48 @@ class Recovery:
     """
 
     def __init__(self) -> None:
-        self._until: float | None = None
-        self._held: list[tuple[int, Message]] = []
+        self.since: float | None = None
+        self._held: list[tuple[float, int, Message]] = []
 
     def begin(self, now: float) -> None:
         """Somebody has come back from before; the first one counts."""
-        if self._until is None:
-            self._until = now + RECOVERY
+        if self.since is None:
+            self.since = now
 
-    def hold(self, session: int, message: Message, now: float) -> bool:
-        """Keep a request that has no answer yet; False where the answer is final."""
-        if self._until is None or now >= self._until:
+    def is_on(self, now: float, patience: float = 0.0) -> bool:
+        """May somebody still come back?"""
+        return self.since is not None and now < self.since + max(RECOVERY, patience)
+
+    def hold(self, session: int, message: Message, now: float, patience: float = 0.0) -> bool:
+        """Keep a request that has no answer yet; False where the answer is final.
+
+        Args:
+            patience: seconds after the first that came back for which it is held at most, if
+                that is more than the usual.
+        """
+        if not self.is_on(now, patience):
             return False
-        self._held.append((session, message))
+        assert self.since is not None
+        self._held.append((self.since + max(RECOVERY, patience), session, message))
         return True
 
     def take(self) -> list[tuple[int, Message]]:
         """All that is held, to be looked at again."""
         held, self._held = self._held, []
-        return held
+        return [(session, message) for _, session, message in held]
 
     def is_over(self, now: float) -> bool:
-        """Has the time passed, with something held?"""
-        return bool(self._held) and self._until is not None and now >= self._until
+        """Has the time passed for something that is held?"""
+        due = self.due
+        return due is not None and now >= due
 
     @property
     def due(self) -> float | None:
-        """When what is held must be answered."""
-        return self._until if self._held else None
+        """When something that is held must be answered."""
+        return min((until for until, _, _ in self._held), default=None)
+
+    def shift(self, seconds: float) -> None:
+        """The time stood still for so long."""
+        if self.since is not None:
+            self.since += seconds
+        self._held = [(until + seconds, session, m) for until, session, m in self._held]

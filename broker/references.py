@@ -11,7 +11,7 @@ from typing import Any
 
 from . import messages
 from .protocol import ProtocolError
-from .rref_table import Action, Free, NotAllowed, OwnerDied, RRefTable
+from .rref_table import DEATH_WAIT, Action, Ask, Free, NotAllowed, OwnerDied, RRefTable
 
 #: Messages for each session.
 Told = dict[int, list[messages.Message]]
@@ -36,20 +36,49 @@ class ReferenceTables:
         actions: list[Action] = []
         owners: set[int] = set()
         for operation in operations:
-            verb, rref, owner, fork, texts = _check(operation)
+            verb, rref, owner, fork, texts, receiver = _check(operation)
             try:
                 if verb == "add":
                     actions += table.add(session, rref, owner, fork, now, *texts)
                 elif verb == "take":
                     actions += table.take(session, rref, owner, fork, now)
+                elif verb == "give":
+                    actions += table.give(session, rref, fork, receiver, now)
                 else:
                     actions += table.drop(session, rref, fork, now)
             except NotAllowed as error:
                 self.refused += 1
                 raise ProtocolError(f"RRef operation refused: {error}") from None
-            if verb != "drop" and owner != session:
+            if verb in ("add", "take") and owner != session:
                 owners.add(owner)
         return _told(actions), owners
+
+    def announce(
+        self, job: str, session: int, parts: list[messages.Announce], now: float, patience: float
+    ) -> tuple[Told, set[int]]:
+        """All that ``session`` holds, has sent and owns; as :meth:`operations`.
+
+        Args:
+            patience: seconds that other sessions may still take to announce themselves.
+
+        Raises:
+            ProtocolError: something in it has the wrong shape, or is another's.
+        """
+        table = self._tables.setdefault(job, RRefTable())
+        forks = [_check_fork(row) for part in parts for row in part.forks]
+        owned = [_identifier(rref) for part in parts for rref in part.owned]
+        try:
+            actions = table.announce(
+                session, forks, owned, parts[-1].minted, now, patience + DEATH_WAIT
+            )
+        except NotAllowed as error:
+            self.refused += 1
+            raise ProtocolError(f"RRef announcement refused: {error}") from None
+        return _told(actions), {owner for _, owner, _, _ in forks if owner != session}
+
+    def freeze(self, job: str, until: float) -> None:
+        """Free nothing of that job before a moment: this broker has just been started again."""
+        self._tables.setdefault(job, RRefTable()).freeze(until + DEATH_WAIT)
 
     def session_ended(self, job: str, session: int, ending: str, now: float) -> Told:
         """A session is gone."""
@@ -78,13 +107,33 @@ class ReferenceTables:
         return 0 if table is None else len(table)
 
 
-def _check(operation: list[Any]) -> tuple[str, tuple[int, int], int, tuple[int, int], list[str]]:
-    if len(operation) < 4 or operation[0] not in ("add", "take", "drop"):
+def _check(
+    operation: list[Any],
+) -> tuple[str, tuple[int, int], int, tuple[int, int], list[str], int]:
+    if len(operation) < 4 or operation[0] not in ("add", "take", "drop", "give"):
         raise ProtocolError("an RRef operation of unknown form")
     verb, rref, owner, fork, *texts = operation
+    receiver = 0
+    if verb == "give":
+        if len(texts) != 1 or type(texts[0]) is not int:
+            raise ProtocolError("an RRef operation without a receiver")
+        receiver, texts = texts[0], []
     if type(owner) is not int or len(texts) > 2 or not all(isinstance(t, str) for t in texts):
         raise ProtocolError("an RRef operation with fields of the wrong type")
-    return verb, _identifier(rref), owner, _identifier(fork), [text[:200] for text in texts]
+    return (
+        verb,
+        _identifier(rref),
+        owner,
+        _identifier(fork),
+        [text[:200] for text in texts],
+        receiver,
+    )
+
+
+def _check_fork(row: list[Any]) -> tuple[tuple[int, int], int, tuple[int, int], bool]:
+    if len(row) != 4 or type(row[1]) is not int or type(row[3]) is not bool:
+        raise ProtocolError("an announced fork with fields of the wrong type")
+    return _identifier(row[0]), row[1], _identifier(row[2]), row[3]
 
 
 def _identifier(value: Any) -> tuple[int, int]:
@@ -99,13 +148,19 @@ def _identifier(value: Any) -> tuple[int, int]:
 
 def _told(actions: list[Action]) -> Told:
     freed: defaultdict[int, list[list[Any]]] = defaultdict(list)
+    asked: defaultdict[int, list[list[Any]]] = defaultdict(list)
     told: defaultdict[int, list[messages.Message]] = defaultdict(list)
     for action in actions:
         if isinstance(action, Free):
             freed[action.owner].append([list(action.rref), action.seen])
+        elif isinstance(action, Ask):
+            row = [list(action.rref), action.owner, list(action.fork)]
+            asked[action.receiver].append(row)
         elif isinstance(action, OwnerDied):
             rrefs = [list(rref) for rref in action.rrefs]
             told[action.holder].append(messages.OwnersDied(action.owner, rrefs))
     for owner, rows in freed.items():
         told[owner].append(messages.Freed(rows))
+    for receiver, rows in asked.items():
+        told[receiver].append(messages.Confirm(rows))
     return dict(told)

@@ -10,6 +10,8 @@ in any.  Five rules stand in for a handshake:
 3. The taker announces what it takes.  An ``add`` may come twice, a ``take`` before its
    ``add``.  A fork that ends before its ``add`` has come keeps its row alive until the
    ``add`` comes (the minter's own fork may be in the same queue) or the minter is gone.
+   Adds of a minter come in the order of their numbers: of a fork below the highest that
+   was seen no ``add`` is to come.
 4. ``Free`` carries the highest number minted by the owner that has been seen here; an
    owner that has minted a fork of that value since ignores it, and its ``add`` is coming.
 5. A row that is emptied is freed at once, but not within two seconds of a death: the
@@ -26,6 +28,12 @@ for C and dies before control has read its ``take`` and ``add``.  A hears of the
 drops its fork; the row is emptied by a drop, and no fork of the dead was ever in it.
 Another death within the two seconds prolongs them (C may have died after it passed the
 fork on), up to ten in all, so that a job in which somebody always dies frees nevertheless.
+
+When words of a session may have been lost (its connection was cut, or this table is a new
+one after a restart) it is not listened to until it has *announced* itself: all that it
+holds, has sent and owns replaces what the table knew of it.  What it once sent may have
+been taken and dropped since; when its call ends it says ``give``, and the receiver is
+asked.  While others may still have to announce themselves, nothing is freed.
 
 Rejected: counts instead of fork ids (a message that comes twice is a count that is
 wrong for ever); asking the owner before each fork, as torch does (a round trip before
@@ -76,7 +84,17 @@ class OwnerDied:
     rrefs: list[RRefId]
 
 
-Action = Free | OwnerDied
+@dataclass(slots=True)
+class Ask:
+    """Ask a session whether it holds a fork that was given to it."""
+
+    receiver: int
+    rref: RRefId
+    owner: int
+    fork: ForkId
+
+
+Action = Free | OwnerDied | Ask
 
 
 @dataclass(slots=True)
@@ -126,6 +144,7 @@ class RRefTable:
         self._emptied: OrderedDict[RRefId, float] = OrderedDict()
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._quiet_from = float("-inf")
+        self._frozen_until = float("-inf")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -187,8 +206,8 @@ class RRefTable:
             return []
         known = row.forks.get(fork)
         if known is None:
-            # Its minter's add is still to come, unless the minter is gone.
-            added = fork[0] in self._ended
+            # Its minter's add is still to come, or was here before, or the minter is gone.
+            added = fork[0] in self._ended or fork[1] <= self._seen.get(fork[0], -1)
             self._hold(row, fork, Fork(session, True, added))
             if not added:
                 self._awaited[fork[0]][rref, fork] = None
@@ -217,6 +236,75 @@ class RRefTable:
         self._forget(self._held, session, rref, fork)
         self._end(row, fork)
         return self._check(row, now)
+
+    def give(
+        self, session: int, rref: RRefId, fork: ForkId, receiver: int, now: float
+    ) -> list[Action]:
+        """``session`` no longer knows whether ``receiver`` has taken its fork; it is asked.
+
+        Where that one is gone, the fork is.
+        """
+        row = self.rows.get(rref)
+        known = row.forks.get(fork) if row is not None else None
+        if row is None or known is None or known.holder != session or fork[0] != session:
+            return []
+        if receiver in self._ended:
+            return self.drop(session, rref, fork, now)
+        return [Ask(receiver, rref, row.owner, fork)]
+
+    def announce(
+        self,
+        session: int,
+        forks: list[tuple[RRefId, int, ForkId, bool]],
+        owned: list[RRefId],
+        minted: int,
+        now: float,
+        patience: float,
+    ) -> list[Action]:
+        """All that ``session`` holds, has sent and owns; it replaces what it said before.
+
+        Args:
+            forks: RRef, owner, fork, and whether it holds that fork (else it has sent it).
+            owned: RRefs of its own that others may hold.
+            minted: the next number that it will mint.
+            patience: seconds for which others may still have to announce themselves.
+
+        Raises:
+            NotAllowed: it names what is another's.
+        """
+        actions: list[Action] = []
+        named: set[tuple[RRefId, ForkId]] = set()
+        for rref, owner, fork, held in forks:
+            named.add((rref, fork))
+            say = self.take if held else self.add
+            actions += say(session, rref, owner, fork, now)
+        self.owner_minted(session, minted - 1)
+        touched: dict[RRefId, Row] = {}
+        for rref, fork in list(self._awaited.get(session, ())):
+            row = touched[rref] = self.rows[rref]
+            self._expect_no_more(rref, fork)
+            if fork in row.early:
+                row.early.discard(fork)
+            else:
+                row.forks[fork].added = True
+        for rref, fork in list(self._held.get(session, ())):
+            if (rref, fork) not in named:
+                row = touched[rref] = self.rows[rref]
+                self._forget(self._held, session, rref, fork)
+                self._end(row, fork)
+        for rref in owned:
+            if rref not in self.rows:
+                # Nobody holds it, or whoever does has not said so yet.
+                touched[rref] = self._row(rref, session, session)
+        if touched:
+            self.freeze(now + patience)
+        for row in touched.values():
+            actions += self._check(row, now)
+        return actions
+
+    def freeze(self, until: float) -> None:
+        """Free nothing before that moment: who holds what is not known well enough."""
+        self._frozen_until = max(self._frozen_until, until)
 
     def owner_minted(self, session: int, number: int) -> None:
         """``session`` has minted all numbers up to this one, and said so before (rule 4)."""
@@ -260,7 +348,7 @@ class RRefTable:
     def next_due(self) -> float | None:
         """The moment, in seconds, at which :meth:`due` has something to do; None for never."""
         for emptied_at in self._emptied.values():
-            return min(self._quiet_from, emptied_at + LONGEST_WAIT)
+            return max(self._frozen_until, min(self._quiet_from, emptied_at + LONGEST_WAIT))
         return None
 
     # ------------------------------------------------------------ for people
@@ -330,7 +418,7 @@ class RRefTable:
     def _check(self, row: Row, now: float) -> list[Action]:
         if row.forks or row.early or row.rref in self._emptied:
             return []
-        if now >= self._quiet_from:
+        if now >= self._quiet_from and now >= self._frozen_until:
             return [self._free(row)]
         self._emptied[row.rref] = now
         return []

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 #: Data messages routed between two looks at control.
 BATCH = 100
+#: Seconds between two questions to a worker whose words were lost.
+ASK_PAUSE = 0.5
 #: Seconds after the watched process has gone that members may still come back in.
 ORPHAN_WAIT = 10.0
 
@@ -290,6 +292,8 @@ class Broker:
     def _control_message(self, connection: bytes, message: messages.Message, now: float) -> None:
         membership = self.membership
         if isinstance(message, messages.Hello):
+            if message.resume and message.resume not in membership.members:
+                self.references.freeze(message.job, now + membership.grace)
             self._act(membership.hello(connection, message, now), now)
             return
         if isinstance(message, messages.Status):
@@ -320,6 +324,8 @@ class Broker:
             self._cancel(member, message)
         elif isinstance(message, messages.References):
             self._reference_operations(member, message, now)
+        elif isinstance(message, messages.Announce):
+            self._announcement(member, message, now)
         elif isinstance(message, messages.Report):
             member.counters = message.counters
         elif isinstance(message, messages.Ping):
@@ -334,9 +340,32 @@ class Broker:
                 callee.connection, messages.Cancelled(member.session, message.call, message.reason)
             )
 
+    def _announcement(self, member: Member, message: messages.Announce, now: float) -> None:
+        member.announcing.append(message)
+        if message.more:
+            return
+        parts, member.announcing = member.announcing, []
+        self._act(self.membership.announced(member, parts, now), now)
+        told, owners = self.references.announce(
+            member.hello.job, member.session, parts, now, self.membership.grace
+        )
+        for owner in owners:
+            self.membership.watch_one(member, owner, now)
+        self._act(self.membership.watch(member, (), now), now)
+        self._tell_references(told)
+
     def _reference_operations(
         self, member: Member, message: messages.References, now: float
     ) -> None:
+        if member.synced and message.sequence != member.sequence + 1:
+            member.synced = False
+        if not member.synced:
+            # What it announces next says it too.
+            if now - member.asked_at > ASK_PAUSE:
+                member.asked_at = now
+                self._send(member.connection, messages.WhoAreYou())
+            return
+        member.sequence = message.sequence
         told, owners = self.references.operations(
             member.hello.job, member.session, message.operations, now
         )

@@ -174,9 +174,8 @@ class Agent:
 
     def forks_forgotten(self, pair: Pair) -> None:
         """The caller has done with replies that carried forks (lock held)."""
-        for number in pair.forgotten_forks:
-            self.references.ledger.message_ended((pair.session, -number), True)
-        pair.forgotten_forks.clear()
+        numbers, pair.forgotten_forks = pair.forgotten_forks, []
+        self.references.sent_replies_ended(pair.session, numbers)
 
     def message_arrived(self, assembly: Assembly) -> None:
         """The first message of a request or reply: take its forks."""
@@ -214,13 +213,15 @@ class Agent:
 
     def session_ended(self, fate: messages.Fate) -> None:
         """A session that we watch is lost, has left or was replaced."""
-        member = self.directory.remove(fate.session)
-        pair = self.channel.pairs.get(fate.session)
-        name = member.name if member is not None else f"{fate.session:016x}"
         reason = fate.reason
+        with self.lock:
+            # Together: who makes a pair looks here whether its peer has ended.
+            member = self.directory.remove(fate.session, reason)
+            pair = self.channel.pairs.get(fate.session)
+        name = member.name if member is not None else f"{fate.session:016x}"
         if pair is not None:
             with self.lock:
-                pair.lost = errors.worker_lost(name, None, reason)
+                pair.lost = reason
                 pair.forget_peer()
             self.caller.fail_all(pair, lambda call: call.lost_error(reason))
         self.references.session_ended(fate.session, name, reason)

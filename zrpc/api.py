@@ -15,7 +15,7 @@ import torch
 
 from broker import messages
 
-from . import current, registry, rref
+from . import context, current, registry, rref
 from .agent import Agent
 from .current import find_agent, get_agent
 from .futures import Future
@@ -164,11 +164,17 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         timeout: seconds for all this; 0 for no limit.
 
     Raises:
-        RuntimeError: RPC is not initialised.
+        RuntimeError: RPC is not initialised, or a graceful shutdown is called by a handler,
+            for whose end it would wait.
         RpcTimeoutError: the others did not come in time; names them.  This process is
             down all the same.
     """
     limit = check_timeout(timeout, "timeout")
+    if graceful and context.handler_call.get() is not None:
+        raise RuntimeError(
+            "shutdown was called inside a call that this worker serves, for whose end it would wait. "
+            "Call it from the script's own thread, or leave at once with shutdown(graceful=False)."
+        )
     with _lock:
         agent = current._current
         if agent is None or agent.process != os.getpid():

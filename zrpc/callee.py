@@ -51,7 +51,7 @@ class Callee:
         with agent.lock:
             handlers, pair.unintroduced = pair.unintroduced, []
             if member is None:
-                pair.lost = errors.WorkerLostError("it was gone before it could be introduced")
+                pair.lost = "it was gone before it could be introduced"
                 pair.served.clear()
                 return
             pair.member = member
@@ -150,7 +150,7 @@ class Callee:
         meta = Meta(references=packing.references) if packing.references else None
         packing.post()
         if pair.session == agent.session:
-            self._reply_self(pair, served, number, encoded, flags, meta)
+            self._reply_self(pair, served, number, encoded, flags, meta, packing)
             return
         outgoing = Outgoing(
             Kind.REPLY, number, encoded.body, encoded.buffers, flags=flags, meta=meta
@@ -174,6 +174,7 @@ class Callee:
         encoded: codec.Encoded,
         flags: int,
         meta: Meta | None,
+        packing: Packing,
     ) -> None:
         agent = self._agent
         buffers = [bytearray(buffer) for buffer in encoded.buffers]
@@ -182,6 +183,10 @@ class Callee:
         )
         assembly = Assembly(header, [encoded.body, *buffers])
         assembly.opened = Opened(agent, meta.references if meta is not None else None)
+        if meta is not None:
+            with agent.lock:
+                packing.sent((pair.session, -number))
+            agent.references.message_ended((pair.session, -number), True)
         with agent.lock:
             served.stage = Stage.DONE
             pair.served.pop(number, None)

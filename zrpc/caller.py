@@ -70,7 +70,12 @@ class Caller:
         limit, deadline = agent.deadline_for(timeout)
         call = SyncCall(self.pair(member), name, limit, deadline)
         blocked = agent.pool.blocked() if on_pool_thread() else contextlib.nullcontext()
-        with blocked:
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(blocked)
+            except BaseException:  # BusyError
+                packing.abandon()
+                raise
             self._start(call, encoded, packing)
             try:
                 call.gate.acquire()
@@ -149,6 +154,8 @@ class Caller:
         check_timeout(timeout, "timeout")
         if kwargs is not None and not isinstance(kwargs, dict):
             raise TypeError(f"kwargs must be a dict of keyword arguments, got {kwargs!r:.100}.")
+        if kwargs and not all(isinstance(key, str) for key in kwargs):
+            raise TypeError(f"the keys of kwargs must be strings, got {kwargs!r:.100}.")
         if isinstance(function, RemoteMethod):
             # It runs where the RRef lives, or goes on there from `to`.
             label = label or f"method {function.name!r} of {function.rref}"
@@ -207,6 +214,10 @@ class Caller:
         if pair is None or pair.member is None:
             with agent.lock:
                 pair = agent.channel.pair(member.session)
+                reason = agent.directory.ended(member.session)
+                if reason is not None:
+                    # It was lost between our look-up and now: nobody will say so again.
+                    pair.lost = reason
             agent.callee.met(pair, member)
         return pair
 
@@ -221,7 +232,11 @@ class Caller:
         flags: int = 0,
     ) -> None:
         agent, pair = self._agent, call.pair
-        self._wait_for_room()
+        try:
+            self._wait_for_room()
+        except BaseException:
+            packing.abandon()
+            raise
         if packing.references:
             meta = meta or Meta()
             meta.references = packing.references
@@ -239,7 +254,7 @@ class Caller:
         failure: BaseException | None = None
         with agent.lock:
             if pair.lost is not None or agent.ended is not None:
-                failure = agent.ended or call.lost_error(str(pair.lost))
+                failure = agent.ended or call.lost_error(pair.lost or "")
             else:
                 call.number = outgoing.call = pair.start_call(call)
                 self.pending += 1
@@ -332,8 +347,9 @@ class Caller:
                 return None
             self._forget(call)
             agent.channel.note_ended(call.pair, 1)
+            error = errors.call_cancelled(call.callee, call.function, ran=call.ran)
+            call.stop_sending()
         self._after_end()
-        error = errors.call_cancelled(call.callee, call.function, ran=call.ran)
         self._cancel_at_callee(call, reason)
         if not isinstance(call, SyncCall):
             self._deliver(call.failed(error))
@@ -399,6 +415,7 @@ class Caller:
                 return
             self._forget(call)
             agent.channel.note_ended(pair, 1)
+            call.stop_sending()
         self._after_end()
         agent.count("timeouts")
         self._cancel_at_callee(call, "its deadline has passed")
@@ -408,11 +425,12 @@ class Caller:
         agent, outgoing = self._agent, call.outgoing
         if outgoing is None:
             return
-        outgoing.cancelled = True
         if call.pair.session == agent.session:
             agent.callee.cancelled(call.pair, call.number)
+            agent.references.message_lost_sight_of(call.key)
         elif outgoing.started:
             agent.service.post(messages.Cancel(call.pair.session, call.number, reason))
+            agent.references.message_lost_sight_of(call.key)
         else:
             # It never left, and will not: what it carried is given back.
             agent.references.message_ended(call.key, False)

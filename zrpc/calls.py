@@ -66,6 +66,11 @@ class Call:
         """What is known of whether it ran, while no reply has come."""
         return "maybe" if self.outgoing is not None and self.outgoing.started else "no"
 
+    def stop_sending(self) -> None:
+        """Nobody wants it any more (lock held): what has not left stays here."""
+        if self.outgoing is not None:
+            self.outgoing.cancelled = True
+
     def timeout_error(self, stage: int = -1) -> errors.RpcTimeoutError:
         """The error of its expiry; ``stage`` is what the callee said, -1 if nothing."""
         member = self.pair.member

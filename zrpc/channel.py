@@ -136,6 +136,7 @@ class DataChannel:
             outgoing = outbox[0]
             if not outgoing.cancelled:
                 if not pair.has_room(outgoing.first_size):
+                    self._ask_for_room(pair)
                     break
                 if not self._transmit(pair, outgoing, *outgoing.first()):
                     return
@@ -150,6 +151,7 @@ class DataChannel:
                 streams.popleft()
                 continue
             if not pair.has_room(outgoing.next_size(), piece=True):
+                self._ask_for_room(pair)
                 break
             if not self._transmit(pair, outgoing, *outgoing.next_message()):
                 header = self._refused
@@ -157,6 +159,10 @@ class DataChannel:
                 outgoing.again.insert(0, (header.index, header.offset))
                 return
             streams.rotate(-1)
+
+    def _ask_for_room(self, pair: Pair) -> None:
+        if pair.must_ask:
+            self.send_bare(pair, Kind.CREDIT, flags=Flag.TELL)
 
     def _transmit(
         self, pair: Pair, outgoing: Outgoing | None, header: Header, frames: list[Any], size: int

@@ -7,6 +7,7 @@ of the session that it stood for.  So a cached entry is right until its fate com
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,9 @@ from broker import messages
 from . import errors
 from .service import RequestFailed, Service
 from .worker_info import Member, WorkerInfo
+
+#: Sessions whose end is remembered.
+REMEMBERED = 10_000
 
 
 class Directory:
@@ -26,18 +30,38 @@ class Directory:
         self._by_name: dict[str, Member] = {}
         self._by_rank: dict[int, Member] = {}
         self._by_session: dict[int, Member] = {}
+        self._ended: OrderedDict[int, str] = OrderedDict()
 
     def add(self, member: Member) -> Member:
-        """Remember a member."""
+        """Remember a member, unless its fate has come before the answer that named it."""
         with self._lock:
+            if member.session in self._ended:
+                return member
             self._by_name[member.name] = member
             self._by_rank[member.info.id] = member
             self._by_session[member.session] = member
         return member
 
-    def remove(self, session: int) -> Member | None:
+    def known(self) -> list[Member]:
+        """All members that were met."""
+        with self._lock:
+            return list(self._by_session.values())
+
+    def sessions(self) -> list[int]:
+        """Their sessions."""
+        with self._lock:
+            return list(self._by_session)
+
+    def ended(self, session: int) -> str | None:
+        """Why that session is gone, if it is."""
+        return self._ended.get(session)
+
+    def remove(self, session: int, reason: str) -> Member | None:
         """Forget a session whose fate has come."""
         with self._lock:
+            self._ended[session] = reason
+            while len(self._ended) > REMEMBERED:
+                self._ended.popitem(last=False)
             member = self._by_session.pop(session, None)
             if member is not None:
                 if self._by_name.get(member.name) is member:
@@ -94,27 +118,30 @@ class Directory:
             )
         if found is not None:
             return found
-        what = f"resolve worker {to!r}"
         try:
-            if isinstance(to, str):
-                name = to
-                values = self._service.request(
-                    lambda number: messages.Resolve(number, worker=name), timeout, what
-                )
-            else:
-                rank = to
-                if rank < 0:
-                    raise errors.unknown_worker(rank, self.names(timeout), function=function)
-                values = self._service.request(
-                    lambda number: messages.Resolve(number, rank=rank), timeout, what
-                )
+            while True:
+                member = self.add(Member.from_map(self._ask(to, timeout, function)))
+                if self.ended(member.session) is None:
+                    return member
+                # It ended while the answer was on its way; somebody else may have its name.
         except RequestFailed as failure:
             if failure.code == "lost":
                 raise errors.worker_lost(
                     str(to), function, str(failure).partition(": ")[2], "no"
                 ) from None
             raise errors.unknown_worker(to, failure.names, function=function) from None
-        return self.add(Member.from_map(values))
+
+    def _ask(self, to: str | int, timeout: float | None, function: str | None) -> Any:
+        what = f"resolve worker {to!r}"
+        if isinstance(to, str):
+            return self._service.request(
+                lambda number: messages.Resolve(number, worker=to), timeout, what
+            )
+        if to < 0:
+            raise errors.unknown_worker(to, self.names(timeout), function=function)
+        return self._service.request(
+            lambda number: messages.Resolve(number, rank=to), timeout, what
+        )
 
     def introduce(self, session: int, done: Callable[[Member | None], None]) -> None:
         """Ask control who ``session`` is; ``done`` runs on the service thread, None if it is gone."""

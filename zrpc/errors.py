@@ -523,6 +523,16 @@ def busy(worker: str | None, function: str | None, reason: str, *, ran: Ran = "n
     )
 
 
+def leaving(worker: str) -> BusyError:
+    """The error of a call to a worker that is draining."""
+    return BusyError(
+        f"Worker {worker!r} is leaving and takes no new calls. {_RAN_SENTENCE['no']} "
+        "Call another worker, or this one again when it has been started anew.",
+        worker=worker,
+        ran="no",
+    )
+
+
 def broker_lost(
     address: str,
     window: float,

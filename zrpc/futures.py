@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -30,6 +31,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 
 from . import errors
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -60,7 +63,6 @@ class Future(_Base, Generic[T]):  # type: ignore[type-arg]
         self._result: Any = None
         self._waiters: list[Any] = []
         self._callbacks: list[Callable[[Future[T]], Any]] = []
-        self._cancelled = False
         #: Called by :meth:`cancel`; ends the call and returns its error.
         self.on_cancel: Callable[[], BaseException | None] | None = None
         #: Whose call it is the result of, for error texts.
@@ -118,7 +120,11 @@ class Future(_Base, Generic[T]):  # type: ignore[type-arg]
     def _run(self, callbacks: list[Callable[[Future[T]], Any]]) -> None:
         for callback in callbacks:
             if self._executor is None:
-                callback(self)
+                try:
+                    callback(self)
+                except Exception:
+                    # As in torch: the others run, and whoever waits gets the result.
+                    logger.exception("a callback of a future raised an exception")
             else:
                 self._executor(functools.partial(callback, self))
 
@@ -241,12 +247,11 @@ class Future(_Base, Generic[T]):  # type: ignore[type-arg]
         with self._mutex:
             if self._state:
                 return False
-            self._cancelled = True
             on_cancel = self.on_cancel
         error = on_cancel() if on_cancel is not None else None
         with contextlib.suppress(RuntimeError):  # its result came in the same moment
             self.fail(error or errors.call_cancelled(self.worker, self.function))
-        return True
+        return self.cancelled()
 
     def _cancel_with(self, error: BaseException) -> None:
         """End the call as :meth:`cancel` does, with an error of one's own."""
@@ -261,7 +266,8 @@ class Future(_Base, Generic[T]):  # type: ignore[type-arg]
 
     def cancelled(self) -> bool:
         """Was it ended by :meth:`cancel`?"""
-        return self._cancelled and self._state == 2
+        error = self._result if self._state == 2 else None
+        return isinstance(error, errors.CallCancelledError) and not error.remote
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()

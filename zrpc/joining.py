@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -43,6 +44,13 @@ logger = logging.getLogger(__name__)
 REPORT_INTERVAL = 2.0
 #: Seconds after which a wait for others says on stderr for whom.
 PATIENCE = 10.0
+#: Seconds after a hello in which "who are you?" is its echo.
+HELLO_PAUSE = 0.2
+#: RRefs and peers in one message of an announcement.
+ANNOUNCED_AT_ONCE = 10_000
+#: Ended meetings that are announced to a broker that was started again, and the largest in bytes.
+GATHERS_REMEMBERED = 8
+LARGEST_REMEMBERED = 65_536
 #: Seconds for which a broker that does not answer may come back.
 RECONNECT_WINDOW = 30.0
 
@@ -83,6 +91,8 @@ class Membership:
         self._farewell = threading.Event()
         self._ready = False
         self._was_connected = False
+        self._hello_at = 0.0
+        self._gathered: OrderedDict[str, dict[str, bytes]] = OrderedDict()
         self._leaving = False
         self._gathers: dict[str, itertools.count[int]] = {}
         self._last_heard = time.monotonic()
@@ -162,7 +172,41 @@ class Membership:
         count = drain_monitor(connections)
         first, self._was_connected = not self._was_connected, True
         if (count > 1 or not first) and not self._leaving:
-            self.agent.service.post(self._hello(resume=True))
+            self._say_hello_again()
+
+    def _say_hello_again(self) -> None:
+        self._hello_at = time.monotonic()
+        self.agent.service.post(self._hello(resume=True))
+
+    def _taken_up_again(self, welcome: messages.Welcome) -> None:
+        """What was asked of the broker, said to it, or to others by way of it, may be lost."""
+        agent = self.agent
+        if self._welcome is not None and welcome.epoch != self._welcome.epoch:
+            logger.info("worker %r goes on with a broker that was started again", agent.name)
+        self._welcome = welcome
+        agent.references.announce(self._announcement)
+        sessions = [*agent.directory.sessions()]
+        if sessions:
+            agent.service.post(messages.Watch(sessions))
+        agent.service.ask_again()
+        agent.channel.reconnected()
+
+    def _announcement(
+        self, forks: list[Any], owned: list[Any], minted: int, sequence: int
+    ) -> list[Message]:
+        parts: list[messages.Announce] = []
+        peers = [member.as_map() for member in self.agent.directory.known()]
+        longest = max(len(forks), len(owned), len(peers), 1)
+        for start in range(0, longest, ANNOUNCED_AT_ONCE):
+            rows = slice(start, start + ANNOUNCED_AT_ONCE)
+            parts.append(
+                messages.Announce(
+                    forks[rows], owned[rows], minted, sequence, peers[rows], more=True
+                )
+            )
+        parts[-1].gathers = [[key, values] for key, values in self._gathered.items()]
+        parts[-1].more = False
+        return list(parts)
 
     def _data_connected(self, connections: zmq.Socket[bytes]) -> None:
         """Service thread: the same of a data socket."""
@@ -191,6 +235,7 @@ class Membership:
             hello.resume = self._welcome.session
             hello.resume_tx = self._welcome.tx
             hello.resume_rx = self._welcome.rx
+            hello.ticket = self._welcome.ticket
             hello.rank = self._welcome.rank
             hello.was_ready = self._ready
         return hello
@@ -304,9 +349,7 @@ class Membership:
                 self._welcome = message
                 self._welcomed.set()
             else:
-                # Taken up again: what was asked of the broker, or of others by way of it, may be lost.
-                self.agent.service.ask_again()
-                self.agent.channel.reconnected()
+                self._taken_up_again(message)
         elif isinstance(message, messages.Refused):
             self._let_broker_end()
             self._refused = message
@@ -317,6 +360,8 @@ class Membership:
                         f"The broker no longer accepts worker {self.agent.name!r}: {message.text}"
                     )
                 )
+        elif isinstance(message, messages.Confirm):
+            self.agent.references.confirm(message.forks)
         elif isinstance(message, messages.Started):
             self._started.set()
         elif isinstance(message, messages.StartFailed):
@@ -326,8 +371,8 @@ class Membership:
         elif isinstance(message, messages.Ping):
             self.agent.service.post(messages.Pong(message.number))
         elif isinstance(message, messages.WhoAreYou):
-            if not self._leaving:
-                self.agent.service.post(self._hello(resume=True))
+            if not self._leaving and time.monotonic() - self._hello_at > HELLO_PAUSE:
+                self._say_hello_again()
         elif isinstance(message, messages.Farewell):
             self._let_broker_end()
             self._farewell.set()
@@ -425,7 +470,16 @@ class Membership:
             raise errors.RpcError(str(error)) from None
         if error is not None:
             raise error
-        return dict(result[0])
+        values = dict(result[0])
+        self._remember(full_key, values)
+        return values
+
+    def _remember(self, key: str, values: dict[str, bytes]) -> None:
+        """For those whose answer is lost with the broker: it learns from us how it ended."""
+        if sum(map(len, values.values())) <= LARGEST_REMEMBERED:
+            self._gathered[key] = values
+            while len(self._gathered) > GATHERS_REMEMBERED:
+                self._gathered.popitem(last=False)
 
     # ------------------------------------------------------------ leaving
 

@@ -7,6 +7,8 @@ import math
 import os
 from typing import Any
 
+from broker.addresses import parse_address
+
 #: Seconds that a call may take where nothing else is said.
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 #: "Use the default": a timeout that was not given.
@@ -31,8 +33,12 @@ class BackendType(enum.Enum):
     TENSORPIPE = "TENSORPIPE"
 
 
+#: Seconds past which a timeout is none: thirty years.
+LONGEST_TIMEOUT = 1e9
+
+
 def check_timeout(timeout: float, what: str) -> float:
-    """Return ``timeout`` as a float.
+    """Return ``timeout`` as a float; one that nobody lives to see (infinity too) as 0, no limit.
 
     Raises:
         ValueError: it is negative (other than -1, "the default") or not a number.
@@ -45,6 +51,8 @@ def check_timeout(timeout: float, what: str) -> float:
                 f"{what} must be a number of seconds, not {type(timeout).__name__} {timeout!r}."
             )
         timeout = total()
+    if timeout > LONGEST_TIMEOUT:
+        return 0.0
     if math.isnan(timeout) or (timeout < 0 and timeout != UNSET_RPC_TIMEOUT):
         raise ValueError(
             f"{what} is {timeout!r}; it must be 0 (no limit) or a positive number of seconds."
@@ -79,7 +87,8 @@ class RpcBackendOptions:
 
     Raises:
         RuntimeError: a negative timeout, ``num_worker_threads`` below 1.
-        ValueError: another value that makes no sense; the text names it.
+        ValueError: another value that makes no sense, or a ``broker`` that is no address; the
+            text names it.
 
     Example:
         >>> RpcBackendOptions(rpc_timeout=5).rpc_timeout
@@ -111,6 +120,8 @@ class RpcBackendOptions:
             raise RuntimeError(f"num_worker_threads must be positive, got {num_worker_threads}")
         if max_pending <= 0:
             raise ValueError(f"max_pending must be positive, got {max_pending}")
+        if broker is not None:
+            parse_address(broker)
         if local_value not in ("copy", "strict"):
             raise ValueError(f'local_value must be "copy" or "strict", got {local_value!r}')
         if credit < 1024 * 1024:

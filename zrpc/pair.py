@@ -90,7 +90,8 @@ class Pair:
         self.window = window
         self.piece_window = min(PIECE_WINDOW, window)
         self.tell_step = self.piece_window // 2
-        self.lost: BaseException | None = None
+        self.tell_asked = 0  # position of the last message that asked the peer to tell
+        self.lost: str | None = None  # why it is gone
         # our calls
         self.next_call = 1
         self.waiting: dict[int, Any] = {}
@@ -172,7 +173,14 @@ class Pair:
         if before // self.tell_step != header.position // self.tell_step:
             # The peer does not know our window: we say when it is time to tell.
             header.flags |= Flag.TELL
+        if header.flags & Flag.TELL:
+            self.tell_asked = header.position
         return header
+
+    @property
+    def must_ask(self) -> bool:
+        """Something waits for room, and nothing under way makes the peer tell what it has taken."""
+        return self.position > self.peer_taken >= self.tell_asked
 
     def returned(self, position: int) -> bool:
         """A message came back undelivered: what stood before it is no longer under way."""

@@ -57,6 +57,7 @@ class Work:
 class _Local(threading.local):
     pool: HandlerPool | None = None
     work: Work | None = None
+    aside = False  # it is in blocked() already
 
 
 _local = _Local()
@@ -145,7 +146,7 @@ class HandlerPool:
         Raises:
             BusyError: so many works are blocked that no thread is left to stand in.
         """
-        work = _local.work if _local.pool is self else None
+        work = _local.work if _local.pool is self and not _local.aside else None
         if work is None:
             yield
             return
@@ -161,9 +162,11 @@ class HandlerPool:
                 self._running -= 1
                 self._apart += 1
             self._wake_one()
+        _local.aside = True
         try:
             yield
         finally:
+            _local.aside = False
             with self._lock:
                 self._blocked -= 1
                 if work.counted:
@@ -223,9 +226,11 @@ class HandlerPool:
         if self._sleepers:
             self._sleepers.pop().release()
             return True
-        if len(self._threads) > self.limit + self._apart + len(self._callbacks):
+        # More than the limit may run: a handler that was blocked goes on without asking.
+        running = max(self.limit, self._running)
+        if len(self._threads) > running + self._apart + len(self._callbacks):
             return False
-        if len(self._threads) > self.limit + 1 + self.spares:
+        if len(self._threads) > running + 1 + self.spares:
             return False
         self._number += 1
         thread = threading.Thread(

@@ -139,10 +139,12 @@ class Receiver:
         assembly = Assembly(header, frames)
         with self._lock:
             served = pair.admit(header.call)
-            if served is None:
-                # Its sender has begun again; what has arrived of it stays.
-                return None
-        self._events.message_arrived(assembly)
+        # Also where it is a second copy, or nobody wants it any more: its references are then
+        # dropped with it.  What has arrived of the first copy stays.
+        if served is not None or assembly.has_references:
+            self._events.message_arrived(assembly)
+        if served is None:
+            return None
         if assembly.complete:
             return self._events.request_complete(pair, served, assembly)
         served.assembly = assembly
@@ -171,9 +173,9 @@ class Receiver:
             assembly.add_piece(header, frames[0])
             return self._complete_reply(pair, assembly) if assembly.complete else None
         served = pair.served.get(header.call)
-        if served is None or served.assembly is None:
+        assembly = served.assembly if served is not None else None
+        if served is None or assembly is None:
             return None
-        assembly = served.assembly
         assembly.add_piece(header, frames[0])
         if not assembly.complete:
             return None

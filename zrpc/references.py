@@ -1,8 +1,9 @@
 """RRefs of one agent: its owned values, the forks that it holds, and their bookkeeping.
 
 The rules are in :mod:`zrpc.rref_ledger` (pure); this shell calls it under the agent's
-lock and posts the operations that come out to control, in order, *before* the data
-message that carries a fork is sent.  ``__del__`` of an RRef only appends to a queue,
+lock, and queues the operations that come out before it lets go of that lock: they reach
+control in the order in which the ledger made them, whichever threads did, and *before* the
+data message that carries a fork is sent.  ``__del__`` of an RRef only appends to a queue,
 which the service thread drains.
 
 A message's forks stand outside its body (``Meta.references``).  They are taken when its
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from broker import messages
@@ -53,12 +55,11 @@ class OwnedValue:
 class Packing:
     """Codec hooks of one outgoing message: mints a fork for each RRef in it, once."""
 
-    __slots__ = ("_agent", "_seen", "operations", "references")
+    __slots__ = ("_agent", "_seen", "references")
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.references: list[list[Any]] = []
-        self.operations: list[Any] = []
         self._seen: dict[int, tuple[Any, Any]] = {}
 
     def encode_reference(self, rref: RRef[Any]) -> Any:
@@ -75,7 +76,7 @@ class Packing:
         references = self._agent.references
         with self._agent.lock:
             fork, operations = references.ledger.fork_for_send(rref, owner, self)
-        self.operations.extend(operations)
+            references.queue(operations)
         self.references.append([list(rref), owner, list(fork)])
         return fork
 
@@ -87,9 +88,6 @@ class Packing:
     def abandon(self) -> None:
         """The message will never be sent: its forks are given back."""
         if self.references:
-            # Their adds may have been posted already; those that were not need no drop, but a
-            # drop of what control does not know is no harm.
-            self.operations = []
             self._agent.references.message_ended(self, False)
 
     def decode_reference(self, data: Any) -> Any:
@@ -97,35 +95,33 @@ class Packing:
         raise NotImplementedError
 
     def post(self) -> None:
-        """Queue the rows on control; before the message goes to tx (rule 1)."""
-        if self.operations:
-            self._agent.references.post(self.operations)
-            self.operations = []
+        """Send the rows to control; before the message goes to tx (rule 1)."""
+        if self.references:
+            self._agent.references.flush()
 
 
 class Opened:
     """Codec hooks of one incoming message: its forks, taken at receipt."""
 
-    __slots__ = ("_agent", "_forks", "_made", "_own")
+    __slots__ = ("_agent", "_forks", "_made", "own")
 
     def __init__(self, agent: Agent, references: list[Any] | None) -> None:
         self._agent = agent
         self._forks: dict[ForkId, tuple[RRefId, int]] = {}
         self._made: dict[ForkId, Any] = {}
         # Values of our own that came back: kept, since their fork is dropped at once.
-        self._own: list[OwnedValue] = []
+        self.own: dict[RRefId, OwnedValue] = {}
         if references:
-            operations: list[Any] = []
             for row, owner, fork in references:
                 rref, key = (row[0], row[1]), (fork[0], fork[1])
                 if owner == agent.session:
-                    self._own.append(agent.references.own(rref))
+                    self.own[rref] = agent.references.own(rref)
                 with agent.lock:
                     known = agent.references.ledger.holds(key)
-                    operations += agent.references.ledger.take(rref, owner, key)
+                    agent.references.queue(agent.references.ledger.take(rref, owner, key))
                 if not known:  # else the message has come before, and its fork is somebody's
                     self._forks[key] = (rref, owner)
-            agent.references.post(operations)
+            agent.references.flush()
 
     def encode_reference(self, rref: Any) -> Any:
         """Not for incoming messages."""
@@ -135,7 +131,7 @@ class Opened:
         """Called by the codec for each RRef in the body."""
         from .rref import rref_from_data
 
-        rref, fork = rref_from_data(self._agent, data, self._forks, self._made)
+        rref, fork = rref_from_data(self._agent, data, self._forks, self._made, self.own)
         self._made[fork] = rref
         return rref
 
@@ -143,7 +139,7 @@ class Opened:
         """The message is done with: drop the forks that no RRef has taken over."""
         forks, self._forks = self._forks, {}
         made, self._made = self._made, {}
-        self._own = []
+        self.own = {}
         for fork in forks:
             if fork not in made or made[fork]._fork is None:
                 self._agent.references.release_later(fork)
@@ -160,6 +156,8 @@ class References:
         self._agent = agent
         self.ledger: ReferenceLedger = ReferenceLedger(0)
         self._released: deque[ForkId] = deque()
+        self._queued: list[Any] = []
+        self._sequence = 0
         #: All entries that anybody here holds, in the ledger or not.
         self._entries: weakref.WeakValueDictionary[RRefId, OwnedValue] = (
             weakref.WeakValueDictionary()
@@ -174,32 +172,82 @@ class References:
 
     # ------------------------------------------------------------ operations
 
-    def post(self, operations: list[Any]) -> None:
-        """Queue operations on control."""
-        if operations:
-            self._agent.service.post(messages.References([_plain(op) for op in operations]))
+    def queue(self, operations: list[Any]) -> None:
+        """Lock held, as it was when the ledger made these: they go to control in that order."""
+        self._queued += operations
+
+    def flush(self) -> None:
+        """Send to control what is queued."""
+        with self._agent.lock:
+            self._flush()
+
+    def sent_replies_ended(self, session: int, numbers: list[int]) -> None:
+        """Lock held: the caller has done with these replies of ours, which carried forks."""
+        for number in numbers:
+            self._queued += self.ledger.message_ended((session, -number), True)
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._queued:
+            operations, self._queued = self._queued, []
+            self._sequence += 1
+            self._agent.service.post(
+                messages.References([_plain(op) for op in operations], self._sequence)
+            )
 
     def release_later(self, fork: ForkId) -> None:
         """From a finaliser, any thread: only queue it."""
         self._released.append(fork)
-        if len(self._released) == 1:
-            self._agent.service.wake()
+        self._agent.service.wake()
 
     def drain(self) -> None:
         """On the service thread: drop what finalisers released."""
         if not self._released:
             return
-        operations: list[Any] = []
         with self._agent.lock:
             while self._released:
-                operations += self.ledger.release(self._released.popleft())
-        self.post(operations)
+                self._queued += self.ledger.release(self._released.popleft())
+            self._flush()
 
     def message_ended(self, key: Any, delivered: bool) -> None:
         """A message that carried forks is done with."""
         with self._agent.lock:
-            operations = self.ledger.message_ended(key, delivered)
-        self.post(operations)
+            self._queued += self.ledger.message_ended(key, delivered)
+            self._flush()
+
+    def message_lost_sight_of(self, key: Any) -> None:
+        """Nobody waits for that message's answer any more: control finds out who has its forks."""
+        with self._agent.lock:
+            self._queued += self.ledger.message_of_unknown_fate(key)
+            self._flush()
+
+    def confirm(self, rows: list[list[Any]]) -> None:
+        """Control asks whether we hold these forks."""
+        with self._agent.lock:
+            for rref, owner, fork in rows:
+                self._queued += self.ledger.confirm((rref[0], rref[1]), owner, (fork[0], fork[1]))
+            self._flush()
+
+    def announce(self, build: Callable[[list[Any], list[Any], int, int], list[Any]]) -> None:
+        """Tell control all that we hold, have under way and own; it may have lost our words.
+
+        Args:
+            build: makes the messages of forks, owned RRefs, mint counter, sequence number.
+        """
+        with self._agent.lock:
+            forks, owned, minted = self.ledger.announcement()
+            # What is queued is in the announcement, but for questions that control is to ask.
+            self._queued = [op for op in self._queued if op[0] == "give"]
+            forks += [(op[1], op[2], op[3], False) for op in self._queued]
+            self._agent.service.post_all(
+                build(
+                    [[list(rref), owner, list(fork), held] for rref, owner, fork, held in forks],
+                    [list(rref) for rref in owned],
+                    minted,
+                    self._sequence,
+                )
+            )
+            self._flush()
 
     # ------------------------------------------------------------ owned values
 
@@ -223,8 +271,8 @@ class References:
             self._entries[rref] = entry
             # False: nobody wants it any more.  The entry then goes with whoever uses it now.
             self.ledger.create_owned(rref, entry, created)
-            operations = self.ledger.pending_operations()
-        self.post(operations)
+            self._queued += self.ledger.pending_operations()
+            self._flush()
         if rref[0] in self._ended:
             self._orphaned(entry)
         return entry
@@ -241,13 +289,16 @@ class References:
             if not self.ledger.create_owned(entry.id, entry):
                 # A free that had come in the meantime is overtaken by this fork.
                 self.ledger.create_owned(entry.id, entry)
-            operations = self.ledger.pending_operations()
-        self.post(operations)
+            self._queued += self.ledger.pending_operations()
+            self._flush()
 
-    def new_fork(self, owner: int) -> tuple[RRefId, ForkId, list[Any]]:
-        """Ids of a new RRef at ``owner`` and of our fork of it, and what to tell control."""
+    def new_fork(self, owner: int) -> tuple[RRefId, ForkId]:
+        """Ids of a new RRef at ``owner`` and of our fork of it; control is told."""
         with self._agent.lock:
-            return self.ledger.new_fork(owner)
+            rref, fork, operations = self.ledger.new_fork(owner)
+            self._queued += operations
+            self._flush()
+        return rref, fork
 
     def creation_done(
         self, result: list[Any] | None, value: Any, methods: list[str] | None
@@ -272,14 +323,16 @@ class References:
         with self._agent.lock:
             for rref, seen in rrefs:
                 gone.append(self.ledger.free((rref[0], rref[1]), seen))
-        del gone  # the values' own finalisers run here, without the lock
+        # The values' own finalisers are code of the user: not here, where timers run.
+        self._agent.pool.submit(gone.clear)
 
     def session_ended(self, session: int, name: str, reason: str) -> None:
         """A session is gone: as owner, its RRefs are dead; as creator, nothing of it will come."""
         with self._agent.lock:
             dead, orphans, operations = self.ledger.session_lost(session)
             self._ended[session] = f"{name!r} ({reason})"
-        self.post(operations)
+            self._queued += operations
+            self._flush()
         if dead:
             self.dead_owners[session] = reason
         for entry in orphans:

@@ -468,10 +468,9 @@ def make_remote(
             member, function, args, kwargs, timeout, (entry.id, entry.id), finish, label
         )
         return rref
-    rref_id, fork, operations = agent.references.new_fork(member.session)
-    rref._fill(agent, rref_id, fork, member.info, creation=creation, by_name=by_name)
     # Rule 1 of rref_ledger: the row goes to control before the message goes to data.
-    agent.references.post(operations)
+    rref_id, fork = agent.references.new_fork(member.session)
+    rref._fill(agent, rref_id, fork, member.info, creation=creation, by_name=by_name)
     agent.caller.call_remote(
         member, function, args, kwargs, timeout, (rref_id, fork), finish, label
     )
@@ -483,8 +482,14 @@ def rref_from_data(
     data: Any,
     forks: dict[ForkId, tuple[RRefId, int]],
     made: dict[ForkId, Any],
+    own: dict[RRefId, OwnedValue],
 ) -> tuple[RRef[Any], ForkId]:
     """Make the RRef that ``_fork_for`` described at the sender.
+
+    Args:
+        forks: those that the message has announced, not yet an RRef's.
+        made: RRefs made of them.
+        own: entries of values of ours that came back in the message.
 
     Raises:
         DecodeError: it is not of the form that it writes, or its fork was not announced.
@@ -509,8 +514,9 @@ def rref_from_data(
             return made[fork], fork
         rref: RRef[Any] = RRef.__new__(RRef)
         if owner == agent.session:
-            entry = agent.references.own(rref_id)
-            rref._fill(agent, rref_id, None, agent.info, entry=entry, creator_rank=int(creator))
+            rref._fill(
+                agent, rref_id, None, agent.info, entry=own[rref_id], creator_rank=int(creator)
+            )
             return rref, fork
         info = WorkerInfo(name, rank, owner)
         names = None if methods is None else [str(item) for item in methods]

@@ -3,11 +3,11 @@
 The ledger knows the values that this session owns and that others may refer to, the
 forks that it holds, and those that are on their way in messages of its own.  Its methods
 return the operations to queue on control: ``("add", rref, owner, fork, type, made_at)``,
-``("take", rref, owner, fork)``, ``("drop", rref, owner, fork)``.
+``("take", rref, owner, fork)``, ``("drop", rref, owner, fork)``,
+``("give", rref, owner, fork, receiver)``.
 
 All methods are called under the agent's lock, and the operations of one call are queued
-before those of the next: rule 4 counts on forks being announced in the order of their
-numbers.
+before those of the next: the table counts on adds that come in the order of their numbers.
 
 What the five rules leave to the worker:
 
@@ -19,6 +19,10 @@ What the five rules leave to the worker:
   before control has read its ``add``: our value has no row that could ever be emptied.  So
   when a creator is lost, each value of its making is announced and dropped under a fork
   of our own; if nobody holds it, it is freed for that.
+
+* *A fork of which the minter does not know what became.*  Its call was given up, or it
+  was announced as under way after a reconnect and may have been taken and dropped long
+  before.  A ``give`` makes control ask the receiver, who takes it or says that it is gone.
 
 Rejected: an operation with which the minter hands over each delivered fork (one more
 control message for every RRef sent, for what only a kill within milliseconds needs);
@@ -80,6 +84,8 @@ class ReferenceLedger:
         self._held: dict[ForkId, tuple[RRefId, int]] = {}
         self._held_of: defaultdict[int, dict[ForkId, None]] = defaultdict(dict)  # by owner
         self._transit: dict[Any, list[tuple[RRefId, int, ForkId]]] = {}
+        # Announced while they were under way.
+        self._uncertain: set[ForkId] = set()
         self._given: dict[int, deque[tuple[RRefId, int, ForkId]]] = {}  # by receiver
         self._made_by: defaultdict[int, dict[RRefId, None]] = defaultdict(dict)  # by creator
         # Freed before their creation has arrived, by creator.
@@ -227,15 +233,58 @@ class ReferenceLedger:
                 if peer not in self._given:
                     self._given[peer] = deque(maxlen=REMEMBERED_FORKS)
                 self._given[peer].extend(given)
+            if self._uncertain:
+                operations += self._give(peer, [f for f in forks if f[2] in self._uncertain])
             return operations
         for rref, owner, fork in forks:
-            if owner in self._lost:
-                continue
-            if peer is None and rref in self._owned:
-                # Its add may never have been queued, and a free may have been ignored for it.
-                operations.append(("add", rref, owner, fork, "", ""))
+            self._uncertain.discard(fork)
+            if owner not in self._lost:
+                operations.append(("drop", rref, owner, fork))
+        return operations
+
+    def message_of_unknown_fate(self, key: tuple[int, Any]) -> list[Operation]:
+        """Nobody waits for the answer to that message, which may or may not arrive."""
+        operations = self.pending_operations()
+        forks = self._transit.pop(key, None)
+        if forks is None:
+            return operations
+        if key[0] in self._lost:
+            self._transit[key] = forks
+            return operations + self.message_ended(key, False)
+        return operations + self._give(key[0], forks)
+
+    def _give(self, peer: int, forks: list[tuple[RRefId, int, ForkId]]) -> list[Operation]:
+        operations: list[Operation] = []
+        for rref, owner, fork in forks:
+            self._uncertain.discard(fork)
+            if owner not in self._lost:
+                operations.append(("give", rref, owner, fork, peer))
+        return operations
+
+    def confirm(self, rref: RRefId, owner: int, fork: ForkId) -> list[Operation]:
+        """Control asks whether we have that fork: we take it once more, or are done with it."""
+        operations = self.pending_operations()
+        operations.append(("take", rref, owner, fork))
+        if fork not in self._held:
             operations.append(("drop", rref, owner, fork))
         return operations
+
+    def announcement(
+        self,
+    ) -> tuple[list[tuple[RRefId, int, ForkId, bool]], list[RRefId], int]:
+        """All that control must know of us, after words of ours may have been lost.
+
+        Returns:
+            Forks that we hold (True) or have minted and sent (False); values of ours; the
+            number that will be minted next.
+        """
+        forks = [(rref, owner, fork, True) for fork, (rref, owner) in self._held.items()]
+        for sent in self._transit.values():
+            for rref, owner, fork in sent:
+                if owner not in self._lost:
+                    forks.append((rref, owner, fork, False))
+                    self._uncertain.add(fork)
+        return forks, list(self._owned), self._next
 
     def take(self, rref: RRefId, owner: int, fork: ForkId) -> list[Operation]:
         """A fork has arrived.  Of a value of our own it is dropped at once: we have the value."""

@@ -87,9 +87,7 @@ class Handler:
             return
         agent = self.agent
         if agent.draining:
-            self.refuse(
-                errors.busy(agent.name, None, "it is leaving and takes no new calls", ran="no")
-            )
+            self.refuse(errors.leaving(agent.name))
             return
         self.served.stage = Stage.RUNNING
         try:
@@ -297,7 +295,9 @@ class Handler:
             agent.references.creation_failed(self.result[0], error)
         if isinstance(error, DecodeError):
             logger.warning(
-                "the arguments of a call from %s could not be read: %s", self.pair.member, error
+                "the arguments of a call from worker %r could not be read: %s",
+                self.pair.member.name if self.pair.member is not None else "?",
+                error,
             )
         try:
             agent.callee.reply_error(self.pair, self.served, self.number, error, self.function, ran)

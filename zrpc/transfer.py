@@ -322,6 +322,11 @@ class Assembly:
         self.received.add((index, offset))
         self.missing -= 1
 
+    @property
+    def has_references(self) -> bool:
+        """Are there RRefs in it?"""
+        return self.meta is not None and bool(self.meta.references)
+
     def missing_pieces(self, limit: int) -> list[tuple[int, int]]:
         """Buffer and offset of up to ``limit`` pieces that have not come yet."""
         missing: list[tuple[int, int]] = []

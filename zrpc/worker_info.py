@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from broker.messages import member_map
+
 _NAME = re.compile(r"^[A-Za-z0-9\-_:]{1,127}$")
 
 
@@ -81,6 +83,19 @@ class Member:
             str(values["clock"]),
             str(values["machine"]),
             str(values["script"]),
+        )
+
+    def as_map(self) -> dict[str, Any]:
+        """The same as what :meth:`from_map` read."""
+        return member_map(
+            session=self.session,
+            worker=self.info.name,
+            rank=self.info.id,
+            host=self.host,
+            pid=self.pid,
+            clock=self.clock,
+            machine=self.machine,
+            script=self.script,
         )
 
     @property

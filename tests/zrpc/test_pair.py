@@ -154,6 +154,16 @@ def test_a_lying_peer_cannot_take_more_than_was_sent() -> None:
     assert not pair.has_room(1001) or pair.position == pair.peer_taken
 
 
+def test_a_sender_that_waits_for_room_asks_once_what_was_taken() -> None:
+    pair = Pair(1, 1 << 20)
+    message(pair, 1000)
+    assert not pair.has_room(4 << 20) and pair.must_ask
+    pair.stamp(Header(Kind.CREDIT, Flag.TELL), 100)
+    assert not pair.must_ask
+    pair.receive(Header(Kind.CREDIT, taken=1100))
+    assert pair.has_room(4 << 20)
+
+
 @pytest.mark.parametrize("window", [1 << 20, 64 << 20])
 def test_taken_bytes_are_told_before_the_sender_runs_dry(window: int) -> None:
     # The receiver's own window may be another.
