@@ -73,8 +73,8 @@ class Member:
     suspect_since: float | None = None
     watched: bool = False
     ghost: bool = False  # others have told of it after a restart; it has not come back yet
-    synced: bool = True  # what it says of RRefs is listened to
-    sequence: int = 0  # of its last message about RRefs
+    # Of its last message about RRefs that was heard; -1: it is to announce itself first.
+    sequence: int = 0
     asked_at: float = float("-inf")  # when it was last asked to announce itself
     announcing: list[messages.Announce] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)

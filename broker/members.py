@@ -275,6 +275,7 @@ class Membership:
                 )
                 if self._make_ticket is not None
                 else b"",
+                heard=member.sequence,
             ),
         )
 
@@ -311,7 +312,6 @@ class Membership:
         self.by_connection.pop(member.connection, None)
         member.connection = connection
         member.suspect_since = None
-        member.synced = False
         member.announcing.clear()
         self.by_connection[connection] = member
         self._welcome(member)
@@ -348,7 +348,7 @@ class Membership:
         member = Member(
             hello.resume, connection, hello, hello.rank, hello.resume_tx, hello.resume_rx, now
         )
-        member.synced = False
+        member.sequence = -1
         if ghost is not None:
             member.subscribers, member.contenders = ghost.subscribers, ghost.contenders
         self._recovery.begin(now)
@@ -359,7 +359,6 @@ class Membership:
 
     def announced(self, member: Member, parts: list[messages.Announce], now: float) -> list[Action]:
         """It has said what it knows: whom it has met, and how its last meetings ended."""
-        member.synced = True
         member.sequence = parts[-1].sequence
         job = self.jobs[member.hello.job]
         for part in parts:
@@ -488,9 +487,17 @@ class Membership:
             fate = self._fates.get(session)
             if fate is None and self._recovery.hold(member.session, messages.Watch([session]), now):
                 return
+            if fate is None and session not in self.members:
+                # It was there before a restart of this broker, and has not come back.
+                reason = "it did not come back after the restart of the broker"
+                fate = messages.Fate(session, "lost", reason)
+                self._remember(fate)
+                self._actions.append(
+                    SessionEnded(member.hello.job, session, f"{session:016x}", "lost", reason)
+                )
             self._send(
                 member.connection,
-                fate or messages.Fate(session, "lost", "the broker does not know it"),
+                fate or messages.Fate(session, "lost", "it belongs to another job"),
             )
         else:
             self._subscribe(member, other)
@@ -688,9 +695,7 @@ class Membership:
         while len(job.ended) > REMEMBERED:
             job.ended.popitem(last=False)
         fate = messages.Fate(member.session, ending, reason)
-        self._fates[member.session] = fate
-        while len(self._fates) > REMEMBERED:
-            self._fates.popitem(last=False)
+        self._remember(fate)
         self._actions.append(RemoveRoutes(member.session))
         for session in member.subscribers:
             other = self.members.get(session)
@@ -713,6 +718,11 @@ class Membership:
             self._check_lingering(job)
 
     # ------------------------------------------------------------ inside
+
+    def _remember(self, fate: messages.Fate) -> None:
+        self._fates[fate.session] = fate
+        while len(self._fates) > REMEMBERED:
+            self._fates.popitem(last=False)
 
     def _send(self, connection: bytes, message: Message) -> None:
         self._actions.append(Send(connection, message))

@@ -178,8 +178,8 @@ class References(Message):
     Each operation is ``["add", rref, owner, fork, type, made_at]``,
     ``["take", rref, owner, fork]``, ``["drop", rref, owner, fork]`` or
     ``["give", rref, owner, fork, receiver]``; ``rref`` and ``fork`` are ``[session, number]``.
-    ``sequence`` counts these messages of a session: after a gap they are not listened to
-    until the session has announced itself (:class:`Announce`).
+    ``sequence`` counts these messages of a session.  They are heard once, and in order: the
+    sender keeps them until a ``heard`` says so, and says again what was lost on a cut connection.
     """
 
     operations: list[list[Any]]
@@ -189,7 +189,7 @@ class References(Message):
 @_message
 @dataclass(slots=True)
 class Announce(Message):
-    """All that control must know of me, after words may have been lost; may come in parts.
+    """All that control must know of me, after a reconnect; may come in parts.
 
     ``forks`` holds ``[rref, owner, fork, held]`` of all forks that I hold, or have minted and
     sent; ``owned`` the RRefs of mine that others may hold; ``minted`` the next number that I
@@ -226,9 +226,10 @@ class Goodbye(Message):
 @_message
 @dataclass(slots=True)
 class Pong(Message):
-    """The answer to :class:`Ping`."""
+    """The answer to :class:`Ping`; the broker's tells which :class:`References` it has heard last."""
 
     number: int = 0
+    heard: int = 0
 
 
 @_message
@@ -250,8 +251,10 @@ class Welcome(Message):
     ``tx`` holds the routing id for each data router, ``rx`` the one for the receiving
     socket; both are secrets.  ``data`` holds each router's port (or ipc path); the host
     is the one that the worker dialled for control.  ``ticket`` proves, also to a broker that
-    was started again, that the session is this worker's.  ``heartbeat`` and ``grace`` are
-    seconds: how long a connection may be silent, and a worker unreachable.
+    was started again, that the session is this worker's.  ``heard`` is the sequence number of
+    its last :class:`References` that was heard, -1 where none is before an :class:`Announce`.
+    ``heartbeat`` and ``grace`` are seconds: how long a connection may be silent, and a worker
+    unreachable.
     """
 
     session: int
@@ -263,6 +266,7 @@ class Welcome(Message):
     heartbeat: float = 10.0
     grace: float = 10.0
     ticket: bytes = b""
+    heard: int = 0
 
 
 @_message

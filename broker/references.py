@@ -74,7 +74,9 @@ class ReferenceTables:
         except NotAllowed as error:
             self.refused += 1
             raise ProtocolError(f"RRef announcement refused: {error}") from None
-        return _told(actions), {owner for _, owner, _, _ in forks if owner != session}
+        # Whose end would change something: owners, and who has minted what is held.
+        others = {owner for _, owner, _, _ in forks} | {fork[0] for _, _, fork, _ in forks}
+        return _told(actions), others - {session}
 
     def freeze(self, job: str, until: float) -> None:
         """Free nothing of that job before a moment: this broker has just been started again."""

@@ -29,11 +29,12 @@ drops its fork; the row is emptied by a drop, and no fork of the dead was ever i
 Another death within the two seconds prolongs them (C may have died after it passed the
 fork on), up to ten in all, so that a job in which somebody always dies frees nevertheless.
 
-When words of a session may have been lost (its connection was cut, or this table is a new
-one after a restart) it is not listened to until it has *announced* itself: all that it
-holds, has sent and owns replaces what the table knew of it.  What it once sent may have
-been taken and dropped since; when its call ends it says ``give``, and the receiver is
-asked.  While others may still have to announce themselves, nothing is freed.
+A session's words are heard once and in order, also over a cut connection (it repeats
+them).  But a table that is a new one, after a restart, knows nothing, and what it says may be
+lost too: so after a reconnect a session *announces* all that it holds, has sent and owns.
+What it once sent may have been taken and dropped before the restart; when its call ends
+it says ``give``, and the receiver is asked.  While others may still have to announce
+themselves, nothing is freed.
 
 Rejected: counts instead of fork ids (a message that comes twice is a count that is
 wrong for ever); asking the owner before each fork, as torch does (a round trip before
@@ -140,6 +141,8 @@ class RRefTable:
         self._held: defaultdict[int, dict[tuple[RRefId, ForkId], None]] = defaultdict(dict)
         # By minter: forks that are taken, or have ended, and whose add has not come.
         self._awaited: defaultdict[int, dict[tuple[RRefId, ForkId], None]] = defaultdict(dict)
+        # By receiver: forks of which it is asked whether it has them.
+        self._asked: defaultdict[int, dict[tuple[RRefId, ForkId], None]] = defaultdict(dict)
         self._seen: dict[int, int] = {}
         self._emptied: OrderedDict[RRefId, float] = OrderedDict()
         self._ended: OrderedDict[int, None] = OrderedDict()
@@ -199,6 +202,7 @@ class RRefTable:
         Raises:
             NotAllowed: somebody else has taken it, or the row has another owner.
         """
+        self._forget(self._asked, session, rref, fork)
         if owner in self._ended:
             return [OwnerDied(session, owner, [rref])]
         row = self._row(rref, owner, 0)
@@ -250,6 +254,8 @@ class RRefTable:
             return []
         if receiver in self._ended:
             return self.drop(session, rref, fork, now)
+        # Asked again when it announces itself: question or answer may be lost until then.
+        self._asked[receiver][rref, fork] = None
         return [Ask(receiver, rref, row.owner, fork)]
 
     def announce(
@@ -281,6 +287,8 @@ class RRefTable:
         self.owner_minted(session, minted - 1)
         touched: dict[RRefId, Row] = {}
         for rref, fork in list(self._awaited.get(session, ())):
+            if fork[1] >= minted:
+                continue  # its add comes behind the announcement
             row = touched[rref] = self.rows[rref]
             self._expect_no_more(rref, fork)
             if fork in row.early:
@@ -296,6 +304,12 @@ class RRefTable:
             if rref not in self.rows:
                 # Nobody holds it, or whoever does has not said so yet.
                 touched[rref] = self._row(rref, session, session)
+        for rref, fork in list(self._asked.get(session, ())):
+            known = self.rows[rref].forks.get(fork) if rref in self.rows else None
+            if known is None or known.taken:
+                self._forget(self._asked, session, rref, fork)
+            else:
+                actions.append(Ask(session, rref, self.rows[rref].owner, fork))
         if touched:
             self.freeze(now + patience)
         for row in touched.values():
@@ -321,6 +335,7 @@ class RRefTable:
             self._ended.popitem(last=False)
         self._quiet_from = max(self._quiet_from, now + DEATH_WAIT)
         actions = self._owner_ended(session)
+        self._asked.pop(session, None)
         touched: dict[RRefId, Row] = {}
         # As minter first: no add of its comes any more, so nothing need wait for one.
         for rref, fork in self._awaited.pop(session, ()):

@@ -329,7 +329,7 @@ class Broker:
         elif isinstance(message, messages.Report):
             member.counters = message.counters
         elif isinstance(message, messages.Ping):
-            self._send(connection, messages.Pong(message.number))
+            self._send(connection, messages.Pong(message.number, max(0, member.sequence)))
         elif isinstance(message, messages.Goodbye):
             self._act(membership.goodbye(member, message), now)
 
@@ -345,6 +345,9 @@ class Broker:
         if message.more:
             return
         parts, member.announcing = member.announcing, []
+        if member.sequence not in (-1, message.sequence):
+            self._ask_again(member, now)  # some of what it said before was lost
+            return
         self._act(self.membership.announced(member, parts, now), now)
         told, owners = self.references.announce(
             member.hello.job, member.session, parts, now, self.membership.grace
@@ -354,16 +357,17 @@ class Broker:
         self._act(self.membership.watch(member, (), now), now)
         self._tell_references(told)
 
+    def _ask_again(self, member: Member, now: float) -> None:
+        if now - member.asked_at > ASK_PAUSE:
+            member.asked_at = now
+            self._send(member.connection, messages.WhoAreYou())
+
     def _reference_operations(
         self, member: Member, message: messages.References, now: float
     ) -> None:
-        if member.synced and message.sequence != member.sequence + 1:
-            member.synced = False
-        if not member.synced:
-            # What it announces next says it too.
-            if now - member.asked_at > ASK_PAUSE:
-                member.asked_at = now
-                self._send(member.connection, messages.WhoAreYou())
+        if message.sequence != member.sequence + 1:
+            if message.sequence > member.sequence:
+                self._ask_again(member, now)  # some before it were lost
             return
         member.sequence = message.sequence
         told, owners = self.references.operations(

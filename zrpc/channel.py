@@ -188,6 +188,8 @@ class DataChannel:
             return True
         pair.position -= size
         pair.told_taken = -1  # it was not told
+        if header.flags & Flag.TELL:
+            pair.tell_asked = 0  # nor asked
         self._refused = header
         if sent is Sent.FULL:
             self._call_at(self._clock() + RETRY_FULL, lambda: self._retry(pair))

@@ -181,10 +181,14 @@ class Membership:
     def _taken_up_again(self, welcome: messages.Welcome) -> None:
         """What was asked of the broker, said to it, or to others by way of it, may be lost."""
         agent = self.agent
-        if self._welcome is not None and welcome.epoch != self._welcome.epoch:
+        assert self._welcome is not None
+        heard = welcome.heard >= 0
+        if heard:
+            agent.references.heard(welcome.heard)
+        if welcome.epoch != self._welcome.epoch:
             logger.info("worker %r goes on with a broker that was started again", agent.name)
         self._welcome = welcome
-        agent.references.announce(self._announcement)
+        agent.references.announce(self._announcement, again=heard)
         sessions = [*agent.directory.sessions()]
         if sessions:
             agent.service.post(messages.Watch(sessions))
@@ -201,7 +205,12 @@ class Membership:
             rows = slice(start, start + ANNOUNCED_AT_ONCE)
             parts.append(
                 messages.Announce(
-                    forks[rows], owned[rows], minted, sequence, peers[rows], more=True
+                    forks[rows],
+                    owned[rows],
+                    minted,
+                    sequence,
+                    peers[rows],
+                    more=True,
                 )
             )
         parts[-1].gathers = [[key, values] for key, values in self._gathered.items()]
@@ -368,6 +377,8 @@ class Membership:
             self._let_broker_end()
             self._start_failed = message.text
             self._started.set()
+        elif isinstance(message, messages.Pong):
+            self.agent.references.heard(message.heard)
         elif isinstance(message, messages.Ping):
             self.agent.service.post(messages.Pong(message.number))
         elif isinstance(message, messages.WhoAreYou):

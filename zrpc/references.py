@@ -158,6 +158,8 @@ class References:
         self._released: deque[ForkId] = deque()
         self._queued: list[Any] = []
         self._sequence = 0
+        #: What we have said, and control may not have heard.
+        self._unheard: deque[messages.References] = deque()
         #: All entries that anybody here holds, in the ledger or not.
         self._entries: weakref.WeakValueDictionary[RRefId, OwnedValue] = (
             weakref.WeakValueDictionary()
@@ -191,9 +193,15 @@ class References:
         if self._queued:
             operations, self._queued = self._queued, []
             self._sequence += 1
-            self._agent.service.post(
-                messages.References([_plain(op) for op in operations], self._sequence)
-            )
+            message = messages.References([_plain(op) for op in operations], self._sequence)
+            self._unheard.append(message)
+            self._agent.service.post(message)
+
+    def heard(self, sequence: int) -> None:
+        """Control has heard our words up to this number."""
+        with self._agent.lock:
+            while self._unheard and self._unheard[0].sequence <= sequence:
+                self._unheard.popleft()
 
     def release_later(self, fork: ForkId) -> None:
         """From a finaliser, any thread: only queue it."""
@@ -228,17 +236,26 @@ class References:
                 self._queued += self.ledger.confirm((rref[0], rref[1]), owner, (fork[0], fork[1]))
             self._flush()
 
-    def announce(self, build: Callable[[list[Any], list[Any], int, int], list[Any]]) -> None:
-        """Tell control all that we hold, have under way and own; it may have lost our words.
+    def announce(
+        self, build: Callable[[list[Any], list[Any], int, int], list[Any]], *, again: bool
+    ) -> None:
+        """Tell control all that we hold, have under way and own, after a reconnect.
 
         Args:
             build: makes the messages of forks, owned RRefs, mint counter, sequence number.
+            again: say all that was not heard once more before.  Not to a new broker, for
+                which the announcement stands for it all.
         """
         with self._agent.lock:
             forks, owned, minted = self.ledger.announcement()
-            # What is queued is in the announcement, but for questions that control is to ask.
-            self._queued = [op for op in self._queued if op[0] == "give"]
-            forks += [(op[1], op[2], op[3], False) for op in self._queued]
+            if again:
+                self._flush()
+                self._agent.service.post_all(list(self._unheard))
+            else:
+                unheard = [op for message in self._unheard for op in message.operations]
+                self._queued = self.ledger.to_say_again((*unheard, *self._queued))
+                forks += [(op[1], op[2], op[3], False) for op in self._queued if op[0] == "give"]
+                self._unheard.clear()
             self._agent.service.post_all(
                 build(
                     [[list(rref), owner, list(fork), held] for rref, owner, fork, held in forks],

@@ -32,6 +32,7 @@ holding a fork of one's own values (a row for each, and a drop to be timed).
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 RRefId = tuple[int, int]
@@ -229,10 +230,7 @@ class ReferenceLedger:
         peer = key[0] if isinstance(key, tuple) else None
         if delivered and peer is not None and peer not in self._lost:
             given = [fork for fork in forks if fork[1] != peer]
-            if given:
-                if peer not in self._given:
-                    self._given[peer] = deque(maxlen=REMEMBERED_FORKS)
-                self._given[peer].extend(given)
+            self._remember_given(peer, given)
             if self._uncertain:
                 operations += self._give(peer, [f for f in forks if f[2] in self._uncertain])
             return operations
@@ -253,8 +251,15 @@ class ReferenceLedger:
             return operations + self.message_ended(key, False)
         return operations + self._give(key[0], forks)
 
+    def _remember_given(self, peer: int, forks: list[tuple[RRefId, int, ForkId]]) -> None:
+        if forks:
+            if peer not in self._given:
+                self._given[peer] = deque(maxlen=REMEMBERED_FORKS)
+            self._given[peer].extend(forks)
+
     def _give(self, peer: int, forks: list[tuple[RRefId, int, ForkId]]) -> list[Operation]:
         operations: list[Operation] = []
+        self._remember_given(peer, forks)
         for rref, owner, fork in forks:
             self._uncertain.discard(fork)
             if owner not in self._lost:
@@ -285,6 +290,25 @@ class ReferenceLedger:
                     forks.append((rref, owner, fork, False))
                     self._uncertain.add(fork)
         return forks, list(self._owned), self._next
+
+    def to_say_again(self, said: Iterable[Sequence[Any]]) -> list[Operation]:
+        """What of these operations, which a dead broker may not have heard, its successor must hear.
+
+        An announcement stands for all others.  But it does not tell of what we had and have
+        given up already: its minter may announce it or ask for it, and the owner of what we
+        have made may have got it only after its own announcement.
+        """
+        operations: list[Operation] = []
+        for verb, rref, owner, fork, *more in said:
+            rref, fork = tuple(rref), tuple(fork)
+            if owner in self._lost:
+                continue
+            if verb == "give" and more[0] not in self._lost:
+                operations.append((verb, rref, owner, fork, more[0]))
+            elif verb == "drop":
+                had = "add" if fork[0] == self.session else "take"
+                operations += [(had, rref, owner, fork), ("drop", rref, owner, fork)]
+        return operations
 
     def take(self, rref: RRefId, owner: int, fork: ForkId) -> list[Operation]:
         """A fork has arrived.  Of a value of our own it is dropped at once: we have the value."""

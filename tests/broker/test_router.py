@@ -50,7 +50,9 @@ class Net:
                     break
             while pair[1].poll(30):
                 pair[1].recv_multipart()
-            self.router.dropped.clear()  # echoes that could not be returned yet
+            # Echoes that could not be handed on, or returned, yet.
+            self.router.dropped.clear()
+            self.router.returned = 0
         return pair
 
     def route(self, wait: int = 200) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.rref_table import DEATH_WAIT, Free, NotAllowed, OwnerDied, RRefTable
+from broker.rref_table import DEATH_WAIT, Ask, Free, NotAllowed, OwnerDied, RRefTable
 from zrpc.rref_ledger import ReferenceLedger
 
 A, B, C, OWNER = 1, 2, 3, 9
@@ -383,4 +383,202 @@ def test_never_freed_while_held_and_always_freed_in_the_end(
         if worker.alive:
             assert worker.ledger.held == 0
             assert worker.ledger.in_transit == 0
+            assert len(worker.ledger) == 0, "a value was never freed"
+
+
+# ------------------------------------------------------------------ cut connections and restarts
+
+GRACE = 5.0
+
+
+class FaultyWorld(World):
+    """The same, where control connections are cut in the middle and the broker is killed.
+
+    Each operation carries its number, is kept by its worker until the broker is known to have
+    heard it, and is heard once and in order.
+    """
+
+    def __init__(self, chance: random.Random, workers: int) -> None:
+        super().__init__(chance, workers)
+        self.sequence = dict.fromkeys(self.workers, 0)  # of what was numbered last
+        self.unheard: dict[int, list[Any]] = {session: [] for session in self.workers}
+        self.heard = dict.fromkeys(self.workers, 0)
+        self.known = dict.fromkeys(self.workers, True)  # does the broker know the connection?
+        self.dead: set[int] = set()
+        self.restarted_at: float | None = None
+
+    def number(self, worker: Worker) -> None:
+        """Give what was queued since its numbers, in order."""
+        session = worker.session
+        for index, item in enumerate(worker.to_broker):
+            if item[0] in ("add", "take", "drop", "give"):
+                self.sequence[session] += 1
+                worker.to_broker[index] = (self.sequence[session], item)
+                self.unheard[session].append(worker.to_broker[index])
+
+    def lose(self, worker: Worker) -> None:
+        """What was under way on a connection is gone, in either direction."""
+        self.number(worker)
+        for _ in range(self.chance.randint(0, len(worker.to_broker))):
+            worker.to_broker.popleft()
+        for _ in range(self.chance.randint(0, len(worker.from_broker))):
+            worker.from_broker.popleft()
+        worker.to_broker.append(("hello",))
+
+    def cut(self) -> None:
+        worker = self.some()
+        if worker is not None:
+            self.lose(worker)
+
+    def restart(self) -> None:
+        """The broker is killed, and starts with nothing."""
+        self.table = RRefTable()
+        self.table.freeze(self.now + GRACE + DEATH_WAIT)
+        self.restarted_at = self.now
+        self.heard = dict.fromkeys(self.workers, -1)
+        for worker in self.workers.values():
+            if worker.alive:
+                worker.from_broker.clear()
+                self.lose(worker)
+                self.known[worker.session] = False
+
+    def table_hears(self, worker: Worker) -> None:
+        self.number(worker)
+        item = worker.to_broker.popleft()
+        session = worker.session
+        if item[0] == "hello":
+            self.known[session] = True
+            worker.from_broker.append(("welcome", self.heard[session]))
+        elif not self.known[session]:
+            pass
+        elif item[0] == "announce":
+            _, forks, owned, minted, sequence = item
+            if self.heard[session] not in (-1, sequence):
+                worker.to_broker.append(("hello",))
+                return
+            self.heard[session] = sequence
+            patience = GRACE + DEATH_WAIT
+            self.act(self.table.announce(session, forks, owned, minted, self.now, patience))
+            for dead in self.dead:  # it asks for the fate of all whom it knows
+                worker.from_broker.append(dead)
+        elif item[0] == self.heard[session] + 1:
+            self.heard[session] += 1
+            self.operation(session, *item[1])
+        elif item[0] > self.heard[session] and ("hello",) not in worker.to_broker:
+            worker.to_broker.append(("hello",))  # it is asked who it is
+
+    def operation(
+        self, session: int, verb: str, rref: Any, owner: int, fork: Any, *more: Any
+    ) -> None:
+        if verb == "add":
+            actions = self.table.add(session, rref, owner, fork, self.now)
+        elif verb == "take":
+            actions = self.table.take(session, rref, owner, fork, self.now)
+        elif verb == "give":
+            actions = self.table.give(session, rref, fork, more[0], self.now)
+        else:
+            actions = self.table.drop(session, rref, fork, self.now)
+        self.act(actions)
+
+    def act(self, actions: list[Any]) -> None:
+        for action in actions:
+            if isinstance(action, Ask):
+                self.workers[action.receiver].from_broker.append(action)
+            else:
+                super().act([action])
+
+    def worker_hears(self, worker: Worker) -> None:
+        action = worker.from_broker[0]
+        if isinstance(action, tuple):
+            worker.from_broker.popleft()
+            self.welcomed(worker, *action[1:])
+        elif isinstance(action, Ask):
+            worker.from_broker.popleft()
+            worker.to_broker.extend(worker.ledger.confirm(action.rref, action.owner, action.fork))
+        else:
+            super().worker_hears(worker)
+
+    def welcomed(self, worker: Worker, heard: int) -> None:
+        session = worker.session
+        self.number(worker)
+        forks, owned, minted = worker.ledger.announcement()
+        more = []
+        if heard >= 0:
+            again = [item for item in self.unheard[session] if item[0] > heard]
+            self.unheard[session] = again
+            worker.to_broker.extend(again)
+        else:
+            more = worker.ledger.to_say_again(item[1] for item in self.unheard[session])
+            forks += [
+                (rref, owner, fork, False) for v, rref, owner, fork, *_ in more if v == "give"
+            ]
+            self.unheard[session] = []
+        worker.to_broker.append(("announce", forks, owned, minted, self.sequence[session]))
+        worker.to_broker.extend(more)
+
+    def die(self) -> None:
+        before = {w.session for w in self.workers.values() if w.alive}
+        super().die()
+        self.dead |= before - {w.session for w in self.workers.values() if w.alive}
+
+    def give_up(self) -> None:
+        """A caller no longer waits for the answer of a message that is under way, or lost."""
+        candidates = [m for m in self.data if "key" in m and self.workers[m["from"]].alive]
+        if candidates:
+            message = self.chance.choice(candidates)
+            sender = self.workers[message["from"]]
+            sender.to_broker.extend(sender.ledger.message_of_unknown_fate(message["key"]))
+            # Dead at its receiver: what still arrives is taken and dropped with it.
+            receiver = self.workers[message["to"]]
+            if receiver.alive and self.chance.random() < 0.5:
+                for rref, owner, fork in message["forks"]:
+                    receiver.to_broker.extend(receiver.ledger.take(rref, owner, fork))
+                    receiver.to_broker.extend(receiver.ledger.release(fork))
+            self.data.remove(message)
+
+    def wait(self) -> None:
+        self.settle()
+        self.now += GRACE + 2 * DEATH_WAIT
+        if self.restarted_at is not None:
+            # Whoever has not come back by now is lost, and the table hears so.
+            self.restarted_at = None
+            for dead in self.dead:
+                self.act(self.table.session_ended(dead, self.now))
+            self.settle()
+            self.now += DEATH_WAIT
+        self.act(self.table.due(self.now))
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 1 << 40), st.integers(2, 5), st.integers(10, 200))
+def test_the_same_where_connections_are_cut_and_the_broker_is_killed(
+    seed: int, workers: int, steps: int
+) -> None:
+    world = FaultyWorld(random.Random(seed), workers)
+    for _ in range(steps):
+        chance = world.chance.random()
+        if chance < 0.02:
+            world.die()
+        elif chance < 0.04:
+            world.wait()
+        elif chance < 0.08:
+            world.cut()
+        elif chance < 0.10:
+            world.restart()
+        elif chance < 0.12:
+            world.give_up()
+        else:
+            getattr(world, world.chance.choice(STEPS))()
+    world.settle()
+    for worker in world.workers.values():
+        while worker.held:
+            world.release(worker, worker.held.pop())
+    for _ in range(4):
+        world.wait()
+    world.settle()
+    assert len(world.table) == 0
+    assert not any(world.table._held.values()) and not any(world.table._awaited.values())
+    for worker in world.workers.values():
+        if worker.alive:
+            assert worker.ledger.held == 0 and worker.ledger.in_transit == 0
             assert len(worker.ledger) == 0, "a value was never freed"
