@@ -193,7 +193,8 @@ class Announce(Message):
 
     ``forks`` holds ``[rref, owner, fork, held]`` of all forks that I hold, or have minted and
     sent; ``owned`` the RRefs of mine that others may hold; ``minted`` the next number that I
-    shall mint; ``sequence`` that of my last :class:`References`.  ``peers`` holds the members
+    shall mint; ``sequence`` that of my last :class:`References`; ``fresh`` that this stands
+    for all of those, heard or not.  ``peers`` holds the members
     that I know (:func:`member_map`), ``gathers`` the last meetings that have ended for me,
     ``[key, {name: value}]``: a broker that was started again learns from them.
     """
@@ -204,6 +205,7 @@ class Announce(Message):
     sequence: int = 0
     peers: list[dict[str, Any]] = field(default_factory=list)
     gathers: list[list[Any]] = field(default_factory=list)
+    fresh: bool = False
     more: bool = False
 
 

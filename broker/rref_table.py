@@ -48,7 +48,7 @@ mint in another's name, drop or take what another holds, or give an RRef a secon
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -61,6 +61,10 @@ DEATH_WAIT = 2.0
 LONGEST_WAIT = 10.0
 #: Sessions whose end is remembered.
 REMEMBERED = 10_000
+
+
+#: Frees of one owner that are told again when it announces itself.
+FREES_REMEMBERED = 1000
 
 
 class NotAllowed(Exception):
@@ -143,6 +147,8 @@ class RRefTable:
         self._awaited: defaultdict[int, dict[tuple[RRefId, ForkId], None]] = defaultdict(dict)
         # By receiver: forks of which it is asked whether it has them.
         self._asked: defaultdict[int, dict[tuple[RRefId, ForkId], None]] = defaultdict(dict)
+        # By owner: what it was told last, and may not have heard.
+        self._frees: dict[int, deque[Free]] = {}
         self._seen: dict[int, int] = {}
         self._emptied: OrderedDict[RRefId, float] = OrderedDict()
         self._ended: OrderedDict[int, None] = OrderedDict()
@@ -310,6 +316,8 @@ class RRefTable:
                 self._forget(self._asked, session, rref, fork)
             else:
                 actions.append(Ask(session, rref, self.rows[rref].owner, fork))
+        # A value whose creation it has not got yet is not among those that it owns.
+        actions += [free for free in self._frees.get(session, ()) if free.rref not in self.rows]
         if touched:
             self.freeze(now + patience)
         for row in touched.values():
@@ -336,6 +344,7 @@ class RRefTable:
         self._quiet_from = max(self._quiet_from, now + DEATH_WAIT)
         actions = self._owner_ended(session)
         self._asked.pop(session, None)
+        self._frees.pop(session, None)
         touched: dict[RRefId, Row] = {}
         # As minter first: no add of its comes any more, so nothing need wait for one.
         for rref, fork in self._awaited.pop(session, ()):
@@ -441,7 +450,12 @@ class RRefTable:
     def _free(self, row: Row) -> Free:
         self._remove(row)
         self.freed += 1
-        return Free(row.owner, row.rref, self._seen.get(row.owner, -1))
+        free = Free(row.owner, row.rref, self._seen.get(row.owner, -1))
+        if row.owner not in self._ended:
+            if row.owner not in self._frees:
+                self._frees[row.owner] = deque(maxlen=FREES_REMEMBERED)
+            self._frees[row.owner].append(free)
+        return free
 
     def _remove(self, row: Row) -> None:
         rref = row.rref

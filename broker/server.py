@@ -345,7 +345,7 @@ class Broker:
         if message.more:
             return
         parts, member.announcing = member.announcing, []
-        if member.sequence not in (-1, message.sequence):
+        if not message.fresh and member.sequence != message.sequence:
             self._ask_again(member, now)  # some of what it said before was lost
             return
         self._act(self.membership.announced(member, parts, now), now)

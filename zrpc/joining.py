@@ -182,13 +182,10 @@ class Membership:
         """What was asked of the broker, said to it, or to others by way of it, may be lost."""
         agent = self.agent
         assert self._welcome is not None
-        heard = welcome.heard >= 0
-        if heard:
-            agent.references.heard(welcome.heard)
         if welcome.epoch != self._welcome.epoch:
             logger.info("worker %r goes on with a broker that was started again", agent.name)
         self._welcome = welcome
-        agent.references.announce(self._announcement, again=heard)
+        agent.references.announce(welcome.heard, self._announcement)
         sessions = [*agent.directory.sessions()]
         if sessions:
             agent.service.post(messages.Watch(sessions))
@@ -196,7 +193,7 @@ class Membership:
         agent.channel.reconnected()
 
     def _announcement(
-        self, forks: list[Any], owned: list[Any], minted: int, sequence: int
+        self, forks: list[Any], owned: list[Any], minted: int, sequence: int, fresh: bool
     ) -> list[Message]:
         parts: list[messages.Announce] = []
         peers = [member.as_map() for member in self.agent.directory.known()]
@@ -210,6 +207,7 @@ class Membership:
                     minted,
                     sequence,
                     peers[rows],
+                    fresh=fresh,
                     more=True,
                 )
             )

@@ -237,16 +237,24 @@ class References:
             self._flush()
 
     def announce(
-        self, build: Callable[[list[Any], list[Any], int, int], list[Any]], *, again: bool
+        self,
+        heard: int,
+        build: Callable[[list[Any], list[Any], int, int, bool], list[Any]],
     ) -> None:
         """Tell control all that we hold, have under way and own, after a reconnect.
 
         Args:
-            build: makes the messages of forks, owned RRefs, mint counter, sequence number.
-            again: say all that was not heard once more before.  Not to a new broker, for
-                which the announcement stands for it all.
+            build: makes the messages of forks, owned RRefs, mint counter, sequence number, and
+                whether they stand for all that was said before.
+            heard: which of our words control has heard last.  The others are said again
+                first; where it has heard none (-1), or we no longer have those that follow, the
+                announcement stands for them all.
         """
         with self._agent.lock:
+            while self._unheard and self._unheard[0].sequence <= heard:
+                self._unheard.popleft()
+            next_kept = self._unheard[0].sequence if self._unheard else self._sequence + 1
+            again = heard >= 0 and next_kept == heard + 1
             forks, owned, minted = self.ledger.announcement()
             if again:
                 self._flush()
@@ -262,6 +270,7 @@ class References:
                     [list(rref) for rref in owned],
                     minted,
                     self._sequence,
+                    not again,
                 )
             )
             self._flush()
