@@ -117,7 +117,12 @@ def broker(
                 f"{bind!r} names a job; a broker serves all jobs, workers name theirs."
             )
         server = Broker(
-            address, data_port=data_port, watch_pid=watch_pid, idle_exit=idle_exit, grace=grace
+            address,
+            data_port=data_port,
+            watch_pid=watch_pid,
+            idle_exit=idle_exit,
+            grace=grace,
+            secret=_secret(address.endpoint if address.port or not address.host else ""),
         )
     except (AddressError, BindError) as error:
         fail(str(error), 2)
@@ -143,6 +148,24 @@ def broker(
     finally:
         if ready_file is not None:
             ready_file.unlink(missing_ok=True)
+
+
+def _secret(endpoint: str) -> bytes | None:
+    """What sessions are taken up again with after a restart; at any port there will be none."""
+    from .run_folder import RunFolderError
+    from .tickets import handed_secret, kept_secret
+
+    handed = handed_secret()
+    if handed is not None or not endpoint:
+        return handed
+    try:
+        return kept_secret(endpoint)
+    except RunFolderError as error:
+        click.echo(
+            f"zrpc: {error} Workers will have to join anew after a restart of this broker.",
+            err=True,
+        )
+        return None
 
 
 def _announce(endpoint: str, is_loopback: bool) -> None:

@@ -281,7 +281,12 @@ class Membership:
 
     def _resume(self, connection: bytes, hello: messages.Hello, now: float) -> None:
         member = self.members.get(hello.resume)
-        problem = None if self._may_resume(hello) else "this session belongs to another worker."
+        problem = None
+        if not self._may_resume(hello):
+            problem = (
+                "its ticket was not signed by this broker, so the session cannot be taken up. "
+                "Call init_rpc again."
+            )
         if member is not None and not member.ghost:
             if member.rx != hello.resume_rx or member.tx != hello.resume_tx:
                 problem = "this session belongs to another worker."

@@ -34,6 +34,8 @@ from .members import Membership
 from .protocol import HIGH_WATER_MARK, MAX_FRAME_SIZE, ProtocolError
 from .references import ReferenceTables
 from .router import Router
+from .tickets import SIZE as SECRET_SIZE
+from .tickets import Tickets
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class Broker:
             members, the broker ends.
         idle_exit: end when the last session has left.
         grace: seconds that a member may be unreachable.
+        secret: signs the tickets with which sessions are taken up again; default: a new one,
+            which no broker after this one has.
 
     Raises:
         BindError: the address cannot be used.
@@ -72,6 +76,7 @@ class Broker:
         watch_pid: int = 0,
         idle_exit: bool = False,
         grace: float = 10.0,
+        secret: bytes | None = None,
     ) -> None:
         _raise_file_limit()
         self.started = time.monotonic()
@@ -92,12 +97,15 @@ class Broker:
             raise
         port = data_endpoint.rsplit(":", 1)[1] if data_endpoint.startswith("tcp") else data_endpoint
         self.router = Router(data)
+        tickets = Tickets(secret or secrets.token_bytes(SECRET_SIZE))
         self.membership = Membership(
             secrets.randbits(31),
             lambda: b"z" + secrets.token_bytes(15),
             [port],
             machine=machine_identity(),
             grace=grace,
+            make_ticket=tickets.make,
+            check_ticket=tickets.check,
         )
         self.references = ReferenceTables()
         self.idle_exit = idle_exit

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import click
 
 from broker.addresses import parse_address
+from broker.tickets import SIZE, VARIABLE
 
 from .launch import process
 from .launch.group import Ranks
@@ -174,10 +175,14 @@ class _OwnBroker:
     again: Program
 
 
-def _broker_program(bind: str, *options: str, inherited: tuple[int, ...] = ()) -> Program:
+def _broker_program(
+    bind: str, *options: str, secret: str, inherited: tuple[int, ...] = ()
+) -> Program:
     return Program(
         "broker",
         command=(*python_command("broker.cli"), "broker", "--bind", bind, *options),
+        # The one that is started in its place knows its sessions.
+        environment={VARIABLE: secret},
         quiet=True,
         inherited=inherited,
         # Ctrl-C at the terminal is for the ranks, which say goodbye to it.
@@ -187,10 +192,11 @@ def _broker_program(bind: str, *options: str, inherited: tuple[int, ...] = ()) -
 
 def _start_broker() -> _OwnBroker:
     """Start a broker on a free port, and wait until it listens."""
+    secret = secrets.token_hex(SIZE)
     reader, writer = os.pipe()
     try:
         program = _broker_program(
-            "tcp://127.0.0.1:0", "--ready-fd", str(writer), inherited=(writer,)
+            "tcp://127.0.0.1:0", "--ready-fd", str(writer), secret=secret, inherited=(writer,)
         )
         child = process.start(program, {})
     finally:
@@ -206,7 +212,7 @@ def _start_broker() -> _OwnBroker:
     if line:
         # The address, and the port for data: another one must take both.
         endpoint, _, port = line.partition(" ")
-        again = _broker_program(endpoint, *(["--data-port", port] if port else []))
+        again = _broker_program(endpoint, *(["--data-port", port] if port else []), secret=secret)
         return _OwnBroker(child, endpoint, again)
     with contextlib.suppress(BlockingIOError):
         sys.stderr.write(os.read(child.errors, 1 << 16).decode(errors="replace"))

@@ -12,12 +12,12 @@ from pathlib import Path
 import click
 
 from broker.addresses import parse_address
+from broker.run_folder import RunFolderError, run_folder
 
 from .launch import serve as serving
 from .launch.group import Workers
 from .launch.output import RotatingLog, screens
 from .launch.process import Program
-from .launch.run_folder import RunFolderError, run_folder
 from .launch.serve import Service
 from .launch.supervisor import Supervisor
 from .options import DEFAULT_BROKER

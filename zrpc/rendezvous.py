@@ -25,6 +25,7 @@ import ipaddress
 import itertools
 import logging
 import os
+import secrets
 import select
 import socket
 import subprocess
@@ -37,6 +38,7 @@ from urllib.parse import urlparse
 import torch.distributed
 
 from broker.machine import open_pidfd
+from broker.tickets import SIZE, VARIABLE
 
 from .errors import BrokerLostError, RpcTimeoutError
 from .options import DEFAULT_BROKER, DEFAULT_INIT_METHOD, RpcBackendOptions
@@ -59,6 +61,8 @@ class EmbeddedBroker:
         self.host = host
         self.address = ""
         self._data_port = "0"
+        # Each that is started in the place of one that died knows the sessions of that one.
+        self._secret = secrets.token_hex(SIZE)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
         self._descriptor: int | None = None
@@ -98,6 +102,7 @@ class EmbeddedBroker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
+                env={**os.environ, VARIABLE: self._secret},
             )
         finally:
             os.close(writer)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,7 +15,7 @@ from together import broker_of, brokers_of, meet, wait_until
 
 import zrpc as rpc
 
-from support.cluster import run_ranks
+from support.cluster import Cluster, environment, run_ranks, shared_server
 
 CALLS = 1500
 UNDER_WAY = 64
@@ -70,3 +74,41 @@ def _clients(rank: int, where: str) -> None:
 
 def test_no_call_is_lost_or_run_twice_when_the_broker_is_killed(tmp_path: Path) -> None:
     run_ranks(_clients, 4, f"file://{tmp_path}/meet", init=False, timeout=100)
+
+
+def _broker_at(address: str, folder: Path) -> subprocess.Popen[bytes]:
+    """A broker at a fixed address, once it listens."""
+    ready = folder / "ready"
+    ready.unlink(missing_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "broker", "--bind", address, "--ready-file", str(ready)],
+        env=environment(ZRPC_RUN_DIR=str(folder)),
+        stdout=subprocess.DEVNULL,
+    )
+    wait_until(ready.exists, "the broker")
+    return process
+
+
+def test_a_broker_that_is_started_again_by_hand_knows_its_workers(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    broker = _broker_at(address, tmp_path)
+    try:
+        with Cluster(shared_server(), ["a"], broker=address):
+            options = rpc.RpcBackendOptions(broker=address, rpc_timeout=60)
+            rpc.init_rpc("me", rpc_backend_options=options)
+            try:
+                rref = rpc.remote("a", list, args=([1],))
+                assert rref.to_here() == [1]
+                slow = rpc.rpc_async("a", time.sleep, args=(1.0,))
+                broker.send_signal(signal.SIGKILL)
+                broker.wait()
+                broker = _broker_at(address, tmp_path)
+                assert slow.wait() is None and rref.to_here() == [1]
+                assert rpc.get_worker_info("a").name == "a"
+            finally:
+                rpc.shutdown()
+    finally:
+        broker.terminate()
+        broker.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from broker import messages
 from broker.member import RemoveRoutes, Send, SessionEnded, SetRoutes, WatchProcess
 from broker.members import Membership
 from broker.messages import Hello
+from broker.run_folder import RunFolderError
+from broker.tickets import Tickets, kept_secret
 
 
 class House:
@@ -428,3 +431,51 @@ def test_who_is_missing_at_a_meeting_is_told() -> None:
     house.gather(a, "k")
     house.act(house.membership.who_is_missing(house.member(a), messages.WhoIsMissing(3, "k")))
     assert house.last(a).value == ["b", "c"]
+
+
+# ------------------------------------------------------------------ tickets
+
+
+def test_a_session_is_taken_up_only_with_the_ticket_of_its_welcome() -> None:
+    tickets = Tickets(b"s" * 32)
+    how = {"make_ticket": tickets.make, "check_ticket": tickets.check}
+    house = House(**how)
+    welcome = house.told[house.join("a", rank=0)][0]
+    assert isinstance(welcome, messages.Welcome) and len(welcome.ticket) == 32
+    resume = {
+        "rank": 0,
+        "resume": welcome.session,
+        "resume_tx": welcome.tx,
+        "resume_rx": welcome.rx,
+        "was_ready": True,
+    }
+    # The same broker, and one that was started again with its secret.
+    for again in (house, House(**how)):
+        again.membership.epoch = 8
+        for worker, ticket in (("a", b""), ("a", b"x" * 32), ("b", welcome.ticket)):
+            again.hello(worker, connection=b"thief", ticket=ticket, **resume)
+            assert again.last(b"thief").code == "identity"
+        again.hello("a", connection=b"new", ticket=welcome.ticket, **resume)
+        assert "Welcome" in again.kinds(b"new")
+    other = House(make_ticket=Tickets(b"o" * 32).make, check_ticket=Tickets(b"o" * 32).check)
+    other.membership.epoch = 8
+    other.hello("a", connection=b"new", ticket=welcome.ticket, **resume)
+    assert other.last(b"new").code == "identity"
+
+
+def test_the_secret_of_an_address_is_kept_for_its_user_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZRPC_RUN_DIR", str(tmp_path))
+    secret = kept_secret("tcp://127.0.0.1:5555")
+    assert len(secret) == 32 and kept_secret("tcp://127.0.0.1:5555") == secret
+    assert kept_secret("tcp://127.0.0.1:5556") != secret
+    (file,) = tmp_path.glob("*5555.secret")
+    assert file.stat().st_mode & 0o777 == 0o600 and len(list(tmp_path.iterdir())) == 2
+    file.chmod(0o644)
+    with pytest.raises(RunFolderError, match="chmod 600"):
+        kept_secret("tcp://127.0.0.1:5555")
+    file.chmod(0o600)
+    file.write_bytes(b"short")
+    with pytest.raises(RunFolderError, match="Remove it"):
+        kept_secret("tcp://127.0.0.1:5555")

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from broker.run_folder import RunFolderError, run_folder
 from zrpc.launch.output import HOLD, LineMerger, RotatingLog, Sink, prefixes
-from zrpc.launch.run_folder import RunFolderError, run_folder
 
 
 def merger(count: int = 2) -> LineMerger:

@@ -1,4 +1,4 @@
-"""The folder for what one user's processes leave on this machine: logs of workers."""
+"""The folder for what one user's processes leave on this machine: logs of workers, brokers' secrets."""
 
 from __future__ import annotations
 
