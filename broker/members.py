@@ -373,10 +373,10 @@ class Membership:
                 self._meetings(job.gathers.finished(key, values))
             if self._recovery.is_on(now):
                 for peer in part.peers:
-                    self._enter_ghost(job, member, peer, now)
+                    self._enter_ghost(job, peer, now)
         return self._done()
 
-    def _enter_ghost(self, job: Job, teller: Member, peer: dict[str, Any], now: float) -> None:
+    def _enter_ghost(self, job: Job, peer: dict[str, Any], now: float) -> None:
         """Another that was there before: waited for as one whose connection was cut."""
         try:
             session, name, rank = peer["session"], peer["worker"], peer["rank"]
@@ -665,14 +665,6 @@ class Membership:
         if self._recovery.is_over(now):
             self._ask_again(now)
         return self._done()
-
-    def shift(self, seconds: float) -> None:
-        """This broker did not run for so long (its machine slept): nobody's time passed."""
-        for member in self.members.values():
-            if member.suspect_since is not None:
-                member.suspect_since += seconds
-            member.contenders = [(t + seconds, c, h) for t, c, h in member.contenders]
-        self._recovery.shift(seconds)
 
     def next_due(self) -> float | None:
         """When :meth:`due` has something to do."""

@@ -72,9 +72,3 @@ class Recovery:
     def due(self) -> float | None:
         """When something that is held must be answered."""
         return min((until for until, _, _ in self._held), default=None)
-
-    def shift(self, seconds: float) -> None:
-        """The time stood still for so long."""
-        if self.since is not None:
-            self.since += seconds
-        self._held = [(until + seconds, session, m) for until, session, m in self._held]

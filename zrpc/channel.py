@@ -69,7 +69,6 @@ class DataChannel:
         self._mark_dirty: set[Pair] = set()
         self._mark_timer = False
         self._refused: Header | None = None  # what the socket did not take
-        self.reconnects = 0
         self.close_rx = self.sockets.close_rx
 
     # ------------------------------------------------------------ sockets
@@ -195,11 +194,9 @@ class DataChannel:
             self._call_at(self._clock() + RETRY_FULL, lambda: self._retry(pair))
         return False
 
-    def send_bare(
-        self, pair: Pair, kind: Kind, body: bytes = b"", *, call: int = 0, flags: int = 0
-    ) -> None:
+    def send_bare(self, pair: Pair, kind: Kind, body: bytes = b"", *, flags: int = 0) -> None:
         """Send a message that is not subject to credit; lost if it cannot go now."""
-        header = Header(kind, flags, call=call, offset=len(body))
+        header = Header(kind, flags, offset=len(body))
         self._transmit(pair, None, header, [body], charge(1, len(body)))
 
     def _retry(self, pair: Pair) -> None:
@@ -274,7 +271,6 @@ class DataChannel:
     def reconnected(self) -> None:
         """A connection of ours was made anew: what was under way on the old one may be lost."""
         with self._lock:
-            self.reconnects += 1
             for pair in self.pairs.values():
                 # Also where nothing is known to be under way: its first call may be lost.
                 self.probe(pair)

@@ -2,7 +2,7 @@
 
 Sending is for any thread, under the agent's lock; receiving for who sits in the reader's
 seat.  Each socket has a monitor: a connection that was made anew is a hint that messages
-may have been lost on the old one (:meth:`DataSockets.monitors`).
+may have been lost on the old one (:func:`monitor`).
 
 Heartbeats on data only find a connection that is dead without saying so.  Their timeout
 is long, since the answer to a ping may stand behind a frame of 4 MiB on a slow line.  What

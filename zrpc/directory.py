@@ -47,11 +47,6 @@ class Directory:
         with self._lock:
             return list(self._by_session.values())
 
-    def sessions(self) -> list[int]:
-        """Their sessions."""
-        with self._lock:
-            return list(self._by_session)
-
     def ended(self, session: int) -> str | None:
         """Why that session is gone, if it is."""
         return self._ended.get(session)

@@ -186,7 +186,7 @@ class Membership:
             logger.info("worker %r goes on with a broker that was started again", agent.name)
         self._welcome = welcome
         agent.references.announce(welcome.heard, self._announcement)
-        sessions = [*agent.directory.sessions()]
+        sessions = [member.session for member in agent.directory.known()]
         if sessions:
             agent.service.post(messages.Watch(sessions))
         agent.service.ask_again()
@@ -411,6 +411,8 @@ class Membership:
             counters["owned"] = len(agent.references.ledger)
             agent.service.post(messages.Report(counters))
             agent.service.post(messages.Ping(0))
+            assert self._welcome is not None
+            agent.channel.probe_old(self._welcome.heartbeat)
             silent = now - self._last_heard
             if silent > RECONNECT_WINDOW:
                 agent.end(errors.broker_lost(self.endpoint, silent))
